@@ -190,9 +190,11 @@ def check_model_folder(folder: Path, key: str, *, needs_weights: bool = True) ->
         )
     if (folder / INDEX).is_file():
         _check_index(folder / INDEX)
-    count = (config.get("text_config") or config).get("num_hidden_layers") or 0
-    if needs_weights and not adapter and (missing := sorted({*range(count)} - layers)):
-        text = f"{key}={folder} has no weights of layer {missing[0]}; its config.json says that it has {count} layers"
+    text_config = config.get("text_config", config)
+    count = text_config.get("num_hidden_layers") if isinstance(text_config, dict) else None
+    expected = range(count if needs_weights and not adapter and isinstance(count, int) else 0)
+    if (absent := next((layer for layer in expected if layer not in layers), None)) is not None:
+        text = f"{key}={folder} has no weights of layer {absent}; its config.json says that it has {count} layers"
         raise CheckpointError(f"{text}; {INCOMPLETE}")
 
 

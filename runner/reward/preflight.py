@@ -6,9 +6,8 @@ The columns that a function needs; whether a folder is a reward model whose weig
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from runner.core.errors import EnvironmentProblem
 from runner.core.untrusted_text import parse_json
@@ -33,33 +32,11 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_folder(path: str) -> None:
-    """Raise EnvironmentProblem; a hub id, which is not here, passes."""
-    folder = Path(path).expanduser()
-    if not folder.exists():
-        if path.startswith(("/", ".", "~")) or path.count("/") > 1:
-            raise EnvironmentProblem(
-                f"reward.path={path}: no such folder; set it to the folder of a reward model or to a hub id"
-            )
-        return
-    if is_adapter(path):
-        refuse_language_model(path, [_read_config(folder / ADAPTER_CONFIG).get("task_type")])
-    elif not (folder / "config.json").is_file():
-        raise EnvironmentProblem(
-            f"reward.path={path} is no model folder (no config.json)\n  set it to the folder of a reward model"
-        )
-    else:
-        refuse_language_model(path, _read_config(folder / "config.json").get("architectures"))
-
-
-def _read_config(file: Path) -> Mapping[str, Any]:
-    """The JSON object in a file of a model. Raises EnvironmentProblem where it has none."""
-    try:
-        found = parse_json(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise EnvironmentProblem(f"reward.path: {file} cannot be read: {error}; copy or download it again") from error
-    if not isinstance(found, Mapping):
-        raise EnvironmentProblem(f"reward.path: {file} is not a JSON object; copy or download it again")
-    return found
+    """Raise EnvironmentProblem for a language model; other faults of a folder are found before, and a hub id passes."""
+    name, key = (ADAPTER_CONFIG, "task_type") if is_adapter(path) else ("config.json", "architectures")
+    if (file := Path(path).expanduser() / name).is_file():
+        found = parse_json(file.read_bytes()).get(key)
+        refuse_language_model(path, [found] if isinstance(found, str) else found)
 
 
 def is_adapter(path: str) -> bool:

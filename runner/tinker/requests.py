@@ -1,6 +1,6 @@
 """Requests between the event loop, which receives them, and the thread that computes.
 
-    seq 2, 3, 1 ──RequestOrder──▶ 1, 2, 3 ──queue──▶ compute ──▶ future ◀─held─ retrieve_future
+    seq 2, 3, 1 ─TrainingClient─▶ 1, 2, 3 ──queue──▶ compute ──▶ future ◀─held─ retrieve_future
     the same request again ─────────────────────────────────────▶ the same future
 
 All but the queue belongs to the event loop's thread.
@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from runner.core.errors import CheckpointError, DataError, RunnerError
-from runner.tinker.checkpoints import NotFoundError
+from runner.tinker.checkpoints import ClientRecord, NotFoundError
 from runner.tinker.messages import PassResult, SampleResult
 
 Json = Mapping[str, Any]
@@ -38,12 +38,12 @@ class GoneError(RunnerError):
 class Operation:
     """A verb of the service, its arguments, and what its result becomes for the client.
 
-    finish: runs in the thread that computes; None = the result comes later, by events
+    finish: an answer, or what makes it of the verb's result in the thread that computes; None = it comes later
     """
 
     verb: str
     arguments: tuple[Any, ...] = ()
-    finish: Callable[[Any], Result] | None = None
+    finish: Json | Callable[[Any], Result] | None = None
     future: Future[Result] = field(default_factory=Future)
 
 
@@ -63,10 +63,11 @@ def prepare_operation(prepare: Prepare) -> Operation:
         return failed
 
 
-class RequestOrder:
-    """The requests of one training client, which are computed in the order of their numbers, from 1."""
+class TrainingClient:
+    """A training client; its requests are computed in the order of their numbers, from 1."""
 
-    def __init__(self, queue: SimpleQueue[Operation]) -> None:
+    def __init__(self, record: ClientRecord, queue: SimpleQueue[Operation]) -> None:
+        self.record, self.owner = record, record.owner
         self._queue, self.next, self._since = queue, 1, 0.0
         self._waiting: dict[int, Operation] = {}
 
@@ -100,46 +101,44 @@ class Futures:
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
-        self._unanswered: dict[str, tuple[str, Future[Result]]] = {}
-        self._answered: dict[str, tuple[str, Future[Result]]] = {}  # the oldest first
+        self._table: dict[str, tuple[str, Future[Result]]] = {}
+        self._answered: dict[str, None] = {}  # the oldest first
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._unanswered or request_id in self._answered
-
-    def __len__(self) -> int:
-        """How many are unanswered."""
-        return len(self._unanswered)
+        return request_id in self._table
 
     def check_room(self, owner: str) -> None:
         """Raise TooManyRequestsError where a key has as many unanswered requests as it may."""
-        count = sum(owner == other for other, _ in self._unanswered.values())
+        count = sum(owner == other for id, (other, _) in self._table.items() if id not in self._answered)
         if count >= self._max_requests:
             text = f"{count} requests of this key are unanswered (tinker.max_requests)"
             raise TooManyRequestsError(f"{text}; try again later")
 
     def add(self, request_id: str, owner: str, future: Future[Result]) -> None:
         """Keep a request's future."""
-        self._unanswered[request_id] = (owner, future)
+        self._table[request_id] = (owner, future)
 
     def get(self, request_id: str, owner: str) -> Future[Result]:
         """Raises NotFoundError, also where another key owns it."""
-        found = self._unanswered.get(request_id) or self._answered.get(request_id)
+        found = self._table.get(request_id)
         if found is None or found[0] != owner:
             raise NotFoundError(f"no request '{request_id}'; the server may have been restarted since it was sent")
         return found[1]
 
     def mark_answered(self, request_id: str) -> None:
         """Note that a result was sent; the oldest of these go where there are many."""
-        if (found := self._unanswered.pop(request_id, None)) is not None:
-            self._answered[request_id] = found
-        while len(self._answered) > KEPT_RESULTS:
-            del self._answered[next(iter(self._answered))]
+        self._answered[request_id] = None
+        if len(self._answered) > KEPT_RESULTS:
+            self._forget(next(iter(self._answered)))
 
     def drop(self, prefix: str) -> None:
         """Forget the requests whose ids begin so."""
-        for table in (self._unanswered, self._answered):
-            for request_id in [one for one in table if one.startswith(prefix)]:
-                del table[request_id]
+        for request_id in [one for one in self._table if one.startswith(prefix)]:
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        for table in (self._table, self._answered):
+            table.pop(request_id, None)
 
 
 STATUSES: Mapping[type[Exception], int] = {

@@ -43,14 +43,14 @@ def save_weights_for_sampler(state: ServerState, body: Json, owner: str) -> Oper
     target = CheckpointPath(model_id, "sampler_weights", name or f"{UNNAMED}{int(body['seq_id']):06d}")
     done = {"type": "save_weights_for_sampler"}
     if name is not None:
-        named = done | {"path": str(target)}
-        return Operation("save", (target, False, expiry(body.get("ttl_seconds")), metadata), lambda result: named)
+        more = (False, expiry(body.get("ttl_seconds")), metadata)
+        return Operation("save", (target, *more), done | {"path": str(target)})
     session, number = state.session(model_id.partition(":")[0], owner), int(body["sampling_session_seq_id"])
     is_inflight = body.get("kind", "snapshot") == "inflight"
     done["sampling_session_id"] = state.add_sampler(session, number, target, model_id if is_inflight else None)
     arguments = (target, False, expiry(UNNAMED_S), metadata)
     if not is_inflight:
-        return Operation("save", arguments, lambda result: done)
+        return Operation("save", arguments, done)
 
     def finish(result: None) -> Json:
         for sampler in list(state.samplers.values()):

@@ -115,7 +115,7 @@ class Leader:
         try:
             found = self._everywhere(operation.verb, *operation.arguments)
             if finish is not None:
-                future.set_result(finish(found))
+                future.set_result(finish(found) if callable(finish) else finish)
             else:
                 self._sampling[operation.arguments[0].id] = future
         except torch.OutOfMemoryError as error:

@@ -323,13 +323,15 @@ class TrainingService:
             for event in self._engine.step():
                 id, _, place = event.request_id.rpartition("#")
                 self._own[id].answers[int(place)].append(event)
-        for name in (*self._engine.pop_failed(), *self._dropped):
-            done[name.rpartition("#")[0]] = "the sampler's logits are not finite; sample from an earlier checkpoint"
+        failed = dict.fromkeys(self._engine.pop_failed(), "logits are not finite")
+        failed |= dict.fromkeys(self._dropped, "newest weights did not arrive")
         self._dropped.clear()
+        for name, why in failed.items():
+            done[name.rpartition("#")[0]] = f"the sampler's {why}; sample from an earlier checkpoint"
         done |= {id: found for id, one in self._own.items() if id not in done and (found := one.result()) is not None}
         for id in done:
-            for number in range(self._own.pop(id).request.count):
-                self._engine.cancel(f"{id}#{number}")
+            for index in range(self._own.pop(id).request.count):
+                self._engine.cancel(f"{id}#{index}")
         gathered = {id: found for own in self._world.world_peers.all_gather(done) for id, found in own.items()}
         for id in gathered:
             del self._running[id]

@@ -19,7 +19,7 @@ from runner.core.errors import DataError, RunnerError
 from runner.interfaces import ModelLimits
 from runner.spec.tinker import TinkerConfig
 from runner.tinker.checkpoints import CheckpointPath, ClientRecord, ClientStore, LoraSettings, NotFoundError, now_text
-from runner.tinker.requests import Futures, GoneError, Json, Operation, Prepare, RequestOrder, prepare_operation
+from runner.tinker.requests import Futures, GoneError, Json, Operation, Prepare, TrainingClient, prepare_operation
 
 if TYPE_CHECKING:
     from runner.launch.run_records import TrainingClientRecords
@@ -42,19 +42,6 @@ class ClientSession:
     last_seen: float = field(default_factory=time.monotonic)
     clients: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingClient:
-    """A training client and the order of its requests."""
-
-    record: ClientRecord
-    order: RequestOrder
-
-    @property
-    def owner(self) -> str:
-        """The key's."""
-        return self.record.owner
 
 
 @dataclass(slots=True)
@@ -145,7 +132,7 @@ class ServerState:
         """Free what a session has on the device; its checkpoints stay."""
         for model_id in session.clients:
             if (client := self.clients.pop(model_id, None)) is not None:
-                client.order.fail_waiting(GoneError(f"the training client {model_id} has ended"))
+                client.fail_waiting(GoneError(f"the training client {model_id} has ended"))
                 self.queue.put(Operation("remove", (model_id,), partial(self._close_records, model_id)))
         for sampler in session.samplers:
             del self.samplers[sampler]
@@ -159,7 +146,7 @@ class ServerState:
             if now - session.last_seen > self.config.session_timeout_s:
                 self.end_session(session)
                 ended.append(f"session {session.id} ended: no heartbeat for {self.config.session_timeout_s:g} s")
-        gaps = ((id, client.order.give_up_gap(now)) for id, client in self.clients.items())
+        gaps = ((id, client.give_up_gap(now)) for id, client in self.clients.items())
         return ended + [f"{id}: {text}" for id, text in gaps if text]
 
     def create_client(
@@ -177,7 +164,7 @@ class ServerState:
             raise DataError(f"{text}; end one of them, or start the server with more")
         model_id, metadata = client_id(session, body), body.get("user_metadata")
         record = ClientRecord(model_id, session.owner, self.base.name, lora, now_text(), metadata)
-        self.clients[model_id] = TrainingClient(record, RequestOrder(self.queue))
+        self.clients[model_id] = TrainingClient(record, self.queue)
         session.clients.append(model_id)
 
         def finish(result: None) -> Json:
@@ -212,11 +199,11 @@ class ServerState:
 
         Raises NotFoundError, GoneError, TooManyRequestsError.
         """
-        order = self.training_client(model_id, owner).order
-        number = order.next if seq_id is None else int(seq_id)
-        if number < order.next and f"{model_id}:{number}" not in self.futures:
+        client = self.training_client(model_id, owner)
+        number = client.next if seq_id is None else int(seq_id)
+        if number < client.next and f"{model_id}:{number}" not in self.futures:
             raise GoneError(f"request {number} of {model_id} was answered, and its result is no longer kept")
-        return self.start(f"{model_id}:{number}", owner, prepare, lambda operation: order.put(number, operation))
+        return self.start(f"{model_id}:{number}", owner, prepare, lambda operation: client.put(number, operation))
 
     def start(
         self, request_id: str, owner: str, prepare: Prepare, put: Callable[[Operation], None] | None = None

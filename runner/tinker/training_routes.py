@@ -10,7 +10,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
@@ -22,7 +21,7 @@ from runner.core.errors import DataError
 from runner.interfaces.learning import OptimSettings
 from runner.tinker.checkpoints import CheckpointPath, LoraSettings, expiry
 from runner.tinker.messages import PassRequest, PassResult, SampleResult, decode_pass_request, read_pass_request
-from runner.tinker.requests import Json, Operation, Result, describe_error
+from runner.tinker.requests import Json, Operation, describe_error
 from runner.tinker.routes import PREFIX, Handler, json_routes, read_json
 from runner.tinker.state import ServerState, client_id
 
@@ -140,8 +139,7 @@ def save_weights(state: ServerState, body: Json, owner: str) -> Operation:
     """The operation that saves a training client."""
     target = CheckpointPath(body["model_id"], "weights", body.get("path") or f"{int(body['seq_id']):06d}")
     more = (bool(body.get("overwrite")), expiry(body.get("ttl_seconds")), body.get("user_metadata"))
-    done = {"type": "save_weights", "path": str(target)}
-    return Operation("save", (target, *more), lambda result: done)
+    return Operation("save", (target, *more), {"type": "save_weights", "path": str(target)})
 
 
 def load_weights(state: ServerState, body: Json, owner: str) -> Json:
@@ -163,7 +161,7 @@ def prepare_load(state: ServerState, body: Json, owner: str) -> Operation:
     """The operation that loads a checkpoint into a training client."""
     model_id, (source, _) = body["model_id"], state.checkpoint(body["path"], owner)
     done = {"type": "load_weights", "path": str(source), "model_id": model_id}
-    return Operation("load", (model_id, source, bool(body["optimizer"])), lambda result: done)
+    return Operation("load", (model_id, source, bool(body["optimizer"])), done)
 
 
 def weights_info(state: ServerState, body: Json, owner: str) -> Json:
@@ -177,7 +175,10 @@ async def _retrieve_future(state: ServerState, request: Request) -> Response:
     """Wait for a result; after HOLD_S the client asks again."""
     request_id = (await read_json(request))["request_id"]
     future = state.futures.get(request_id, request.scope["owner"])
-    await wait_until_done(future, HOLD_S)
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    future.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
+    with suppress(TimeoutError):  # the future is not cancelled then
+        await asyncio.wait_for(done.wait(), HOLD_S)
     if not future.done():
         return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
     state.futures.mark_answered(request_id)
@@ -189,14 +190,6 @@ async def _retrieve_future(state: ServerState, request: Request) -> Response:
     if PROTOBUF in request.headers.get("accept", ""):
         return Response(result.to_protobuf(), media_type=PROTOBUF)
     return JSONResponse(result.to_json())
-
-
-async def wait_until_done(future: Future[Result], timeout_s: float) -> None:
-    """Wait until the future is done, or for the time; the future is not cancelled then."""
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
-    future.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
-    with suppress(TimeoutError):
-        await asyncio.wait_for(done.wait(), timeout_s)
 
 
 def read_lora(given: Json | None, alpha: float) -> LoraSettings:

@@ -223,16 +223,10 @@ def test_models_that_are_no_reward_models_are_refused(tmp_path: Path, tokenizer:
         made(config, tokenizer=tokenizer)
 
 
-def test_a_folder_is_checked_before_anything_is_loaded(tmp_path: Path, trained: Path) -> None:
-    def refusal(error: type[Exception], said: str) -> None:
-        with pytest.raises(error, match=said):
-            ModelRewardConfig(path=str(tmp_path / "it")).preflight()
-
-    refusal(EnvironmentProblem, "no such folder")
-    (tmp_path / "it").mkdir()
-    refusal(EnvironmentProblem, "no model folder")
-    (tmp_path / "it" / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM"}')
-    refusal(EnvironmentProblem, r"a language model \(CAUSAL_LM\), not a sequence classifier")
+def test_an_adapter_of_a_language_model_is_seen_before_anything_is_loaded(tmp_path: Path, trained: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM"}')
+    with pytest.raises(EnvironmentProblem, match=r"a language model \(CAUSAL_LM\), not a sequence classifier"):
+        ModelRewardConfig(path=str(tmp_path)).preflight()
     ModelRewardConfig(path=str(trained)).preflight()
     ModelRewardConfig(path="owner/name").preflight()
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.core.errors import EnvironmentProblem, SpecError
+from runner.core.errors import CheckpointError, SpecError
+from runner.inference.model_source import resolve_model_path
 from runner.reward.config import FunctionConfig
-from runner.reward.preflight import check_folder
 
 
 @pytest.mark.parametrize("path", ["my_reward.py", "my_reward:score", "my_reward.py:", "my_reward.py:a b", ":score"])
@@ -32,7 +32,7 @@ def test_preflight_names_the_file_and_the_path_becomes_absolute(workdir: Path) -
     ("text", "said"),
     [("{nope", "cannot be read"), ("[" * 100_000, "nested too deeply"), ("[1]", "is not a JSON object")],
 )
-def test_a_folder_whose_config_is_damaged_is_no_reward_model(name: str, text: str, said: str, tmp_path: Path) -> None:
+def test_a_folder_whose_config_is_damaged_is_no_model(name: str, text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(EnvironmentProblem, match=rf"{name} .*{said}"):
-        check_folder(str(tmp_path))
+    with pytest.raises(CheckpointError, match=rf"{name} .*{said}"):
+        resolve_model_path(str(tmp_path), "reward.path")

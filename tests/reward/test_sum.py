@@ -203,13 +203,15 @@ def _refusing(feature: str, wanted: str, got: str, reason: str) -> None:
 
 def test_the_errors_of_all_parts_come_together(tmp_path: Path) -> None:
     missing = [{"name": "function", "path": f"{tmp_path}/{name}.py:score"} for name in ("a", "b")]
-    folder = {"name": "model", "path": str(tmp_path / "none")}
+    (tmp_path / "writes").mkdir()
+    (tmp_path / "writes/config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    folder = {"name": "model", "path": str(tmp_path / "writes")}
     with pytest.raises(SpecError) as spec:
         SumConfig(parts=missing).preflight()
     assert [problem.key for problem in spec.value.problems] == ["reward.parts[0].path", "reward.parts[1].path"]
     with pytest.raises(EnvironmentProblem) as both:
         SumConfig(parts=[folder, *missing]).preflight()
-    assert all(name in str(both.value) for name in ("/none", "/a.py", "/b.py"))
+    assert all(name in str(both.value) for name in ("/writes", "/a.py", "/b.py"))
 
 
 def test_all_parts_that_score_nothing_are_named() -> None:
