@@ -346,6 +346,10 @@ def shared_prompt() -> str:
     return picture(left + side + 50, top + side + 34, *parts, legend(PAD, top + side + 22, names))
 
 
+def _call(call: Mapping[str, Any]) -> str:
+    return f"{call['name']}({', '.join(f'{name}={value}' for name, value in call['arguments'].items())})"
+
+
 def episode() -> str:
     """An episode with two tools, turn by turn."""
     parts, y = [], float(PAD)
@@ -353,7 +357,7 @@ def episode() -> str:
         calls = [call["function"] for call in turn.get("tool_calls", ())]
         said = [
             re.sub(r"<\|.*?\|>\w*", "", turn["content"]).strip(),
-            *(f"{c['name']}({c['arguments']})" for c in calls),
+            *map(_call, calls),
         ]
         hue = GREEN if turn["role"] == "assistant" else None
         lines = [line for words in said for line in textwrap.wrap(words, 54)]
