@@ -253,8 +253,8 @@ def to_sample(episode: Episode, reward: float | None, parts: RewardComponents, s
 def expert_channel(batch: Batch, groups: Sequence[Group]) -> Tensor | None:
     """The experts that the sampler used for each token, int16 [T, M, k]; None where it returned none.
 
-    -1 where they are not known: of the last token of a turn, which was drawn and not computed, and of what an
-    environment said after it. batch: made of the groups by `pack_trees`; a shared prompt has those of the first sample.
+    -1 where they are not known: from an episode's last own token on, which was drawn and not computed, and in samples
+    without experts. batch: made of the groups by `pack_trees`; a shared prompt has those of the first sample.
     """
     rows = [[row for one in group.played_samples for row in one.rows] for group in groups]
     known = next((row.experts for group in rows for row in group if row.experts is not None), None)

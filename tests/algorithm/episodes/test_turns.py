@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from runner.algorithm import experience_state, rollouts
-from runner.algorithm.episode import Episode
+from runner.algorithm.episode import FAILED, Episode
 from runner.algorithm.policy.config import GrpoConfig
 from runner.algorithm.rollouts import Experience, Group, RolloutCollector
 from runner.build.environments import build_extend
@@ -241,6 +241,12 @@ def test_tokens_keep_the_experts_that_they_were_drawn_with_over_turns_and_checkp
         row = [*episode.experts[:, 0, 0].tolist(), -1]
         prompt = len(PROMPT.ids)
         assert channel == ([*row, *row[prompt:]] if share else row * 2)
+    lost, unknown = Episode(PROMPT, finish=FAILED), Episode(PROMPT, ids=[5], mask=[1.0], logprobs=[-1.0])
+    mixed = rollouts.make_group([lost, unknown, episode], [None, None, 1.0], [{}] * 3)
+    trees = [Tree(PROMPT.ids, [Branch(one.ids) for one in mixed.played_samples])]
+    channel = rollouts.expert_channel(pack_trees(trees, share=False), [mixed])
+    assert channel is not None and channel[:, 0, 0].tolist() == [*([-1] * (prompt + 1)), *row], "the rest is replayed"
+    assert rollouts.expert_channel(pack_trees(trees[:1]), [Group(PROMPT, (mixed.samples[1],) * 2)]) is None
 
 
 def list_of(tensor: torch.Tensor) -> dict[str, Any]:
