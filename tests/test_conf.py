@@ -32,6 +32,7 @@ REQUIRED = {"path": "some/where", "pattern": "a+b", "url": "http://localhost:1/s
 REQUIRED |= {"teacher": "some/where"}
 REQUIRED_OF = {"reward/function": {"path": "rate.py:score"}, "reward/length": {"target": "9"}}
 REQUIRED_OF |= {"environment/function": {"path": "shop.py:Shop"}, "environment/agent": {"command": "python agent.py"}}
+REQUIRED_OF |= {"environment/mcp": {"server": "python tools_server.py"}}
 REQUIRED_OF |= {"sampler/server": {"url": "http://localhost:1", "weight_sync": "reload"}}
 
 

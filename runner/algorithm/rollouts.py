@@ -49,9 +49,8 @@ class RolloutSample:
     ids, mask, logprobs have one entry per token; a reward of None could not be scored, or nothing scores.
     logprobs, truncation, counts: see `Episode`; finish: stop, length, or failed, by its environment, which leaves it
     out; text: of the last turn; history: the earlier turns of the policy and its environment; components: the scores of
-    the parts of a composite reward; version, versions: of the policy's own tokens, see `Rollout`; experts:
-    int16, of the prompt and all tokens but the last, see `Rollout`; extra_rows: further rows of the same episode, of
-    which this one has the last turn
+    the parts of a composite reward; version, versions: of the policy's own tokens, see `Rollout`; experts: int16, of
+    the prompt and all tokens but the last, see `Rollout`; extra_rows: further rows of the same episode
     """
 
     ids: tuple[int, ...]
@@ -74,11 +73,6 @@ class RolloutSample:
         """All rows of the episode, in the order of their last turns."""
         return (*self.extra_rows, self)
 
-    @property
-    def num_own_tokens(self) -> int:
-        """The number of the policy's own tokens, of all rows."""
-        return int(sum(sum(row.mask) for row in self.rows))
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -100,7 +94,10 @@ class Group:
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What came of each sample."""
-        return tuple(Outcome(s.reward, dict(s.components), s.num_own_tokens, s.finish, s.counts) for s in self.samples)
+        return tuple(
+            Outcome(s.reward, dict(s.components), sum(int(sum(row.mask)) for row in s.rows), s.finish, s.counts)
+            for s in self.samples
+        )
 
 
 class Outcome(NamedTuple):
@@ -223,8 +220,7 @@ def make_group(
     episodes: Sequence[Episode], rewards: Sequence[float | None], parts: Sequence[RewardComponents]
 ) -> Group:
     """The samples of one prompt: the beginning that the episodes share; the rest of theirs is context."""
-    rows = [row for episode in episodes for row in (episode, *episode.extra_rows)]
-    prompts = [row.prompt for row in rows if row.ids] or [episodes[0].prompt]
+    prompts = [row.prompt for one in episodes for row in (one, *one.extra_rows) if row.ids] or [episodes[0].prompt]
     shared = sum(1 for _ in takewhile(lambda ids: len({*ids}) == 1, zip(*(p.ids for p in prompts), strict=False)))
     prompt = prompts[0] if shared == len(prompts[0].ids) else replace(prompts[0], ids=prompts[0].ids[:shared])
     return Group(prompt, tuple(to_sample(*one, shared) for one in zip(episodes, rewards, parts, strict=True)))

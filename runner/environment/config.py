@@ -6,12 +6,13 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from runner.core.errors import Problem, SpecError
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.spec.base import ComponentConfig, address_problem
 from runner.user_code.config import UserCodeConfig
 
@@ -71,15 +72,38 @@ def no_environment(config: NoEnvironmentConfig, **_: Any) -> None:
     """Nothing to build."""
 
 
-class FunctionEnvironmentConfig(UserCodeConfig, EnvironmentConfig):
-    """Your own Python class, whose public methods are the tools, or function; in separate processes."""
+def is_url(command: str) -> bool:
+    """Whether it is the URL of a server, and not a command."""
+    return command.startswith(("http://", "https://"))
 
-    factory: ClassVar[str] = "runner.environment.function:build"
-    path_example: ClassVar[str] = "shop.py:Shop"
-    takes_classes: ClassVar[bool] = True
-    has_score: ClassVar[bool] = True
-    name: Literal["function"] = "function"
-    path: str = Field(min_length=1, description="File and class or function, e.g. shop.py:Shop.")
+
+def command_problems(key: str, command: str) -> list[tuple[str, str]]:
+    """What is wrong with the URL of a server or the words of a command."""
+    try:
+        wrong = address_problem(command, "/PATH") if is_url(command) else None
+        shlex.split(command)
+    except ValueError as error:
+        wrong = f"the words of the command cannot be told apart: {error}"
+    return [] if wrong is None else [(key, wrong)]
+
+
+def with_absolute_files(command: str) -> str:
+    """The command with absolute paths of the files that it names."""
+    if is_url(command):
+        return command
+    return shlex.join(os.path.abspath(w) if Path(w).is_file() else w for w in shlex.split(command))
+
+
+def check_program(key: str, command: str) -> None:
+    """Raise SpecError where the program of a command is missing."""
+    program = shlex.split(command)[0]
+    if not is_url(command) and not shutil.which(program):
+        raise SpecError([Problem(key, f"no program '{program}'; set one that can be executed")])
+
+
+class ToolEnvironmentConfig(EnvironmentConfig):
+    """Tools that are called in separate processes, one for each episode."""
+
     max_turns: int = Field(default=8, ge=2, description="Maximum turns of the policy in one episode.")
     max_episode_tokens: int | None = Field(
         default=None, ge=1, description="Maximum tokens of all turns and results after the prompt; null = the model's."
@@ -107,6 +131,43 @@ class FunctionEnvironmentConfig(UserCodeConfig, EnvironmentConfig):
 
     def is_repeatable(self) -> bool:
         return self.lockstep
+
+
+class FunctionEnvironmentConfig(UserCodeConfig, ToolEnvironmentConfig):
+    """Your own Python class, whose public methods are the tools, or function; in separate processes."""
+
+    factory: ClassVar[str] = "runner.environment.function:build"
+    path_example: ClassVar[str] = "shop.py:Shop"
+    takes_classes: ClassVar[bool] = True
+    has_score: ClassVar[bool] = True
+    name: Literal["function"] = "function"
+    path: str = Field(min_length=1, description="File and class or function, e.g. shop.py:Shop.")
+
+
+class McpEnvironmentConfig(ToolEnvironmentConfig):
+    """The tools of an MCP server, which is started for each episode, or has a URL."""
+
+    factory: ClassVar[str] = "runner.environment.mcp:build"
+    name: Literal["mcp"] = "mcp"
+    server: str = Field(
+        min_length=1, description="Command that speaks MCP by stdio, e.g. 'python tools_server.py', or URL of a server."
+    )
+    env: tuple[str, ...] = Field(
+        default=(), strict=False, description="Further environment variables that are passed to the command."
+    )
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        return [*super().problems(job), *command_problems("environment.server", self.server)]
+
+    def with_absolute_paths(self) -> Self:
+        """The same config with the paths of files in its command made absolute."""
+        return self.model_copy(update={"server": with_absolute_files(self.server)})
+
+    def preflight(self) -> None:
+        """Raise SpecError where the program of the command is missing, EnvironmentProblem without the package mcp."""
+        check_program("environment.server", self.server)
+        if find_spec("mcp") is None:
+            raise EnvironmentProblem("environment=mcp needs the package mcp\n  pip install 'posttrain-run[mcp]'")
 
 
 class AgentEnvironmentConfig(EnvironmentConfig):
@@ -138,33 +199,22 @@ class AgentEnvironmentConfig(EnvironmentConfig):
     def is_repeatable(self) -> bool:
         return False
 
-    @property
-    def is_server(self) -> bool:
-        """Whether a server plays the episodes, one for each POST request."""
-        return self.command.startswith(("http://", "https://"))
-
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        found = super().problems(job)
-        if self.is_server and (wrong := address_problem(self.command, "/PATH")):
-            return [*found, ("environment.command", wrong)]
-        try:
-            shlex.split(self.command)
-        except ValueError as error:
-            return [*found, ("environment.command", f"the words of the command cannot be told apart: {error}")]
-        return found
+        return [*super().problems(job), *command_problems("environment.command", self.command)]
 
     def with_absolute_paths(self) -> Self:
         """The same config with the paths of files in its command made absolute."""
-        if self.is_server:
-            return self
-        words = [os.path.abspath(w) if Path(w).is_file() else w for w in shlex.split(self.command)]
-        return self.model_copy(update={"command": shlex.join(words)})
+        return self.model_copy(update={"command": with_absolute_files(self.command)})
 
     def preflight(self) -> None:
         """Raise SpecError where the program of the command is missing."""
-        program = shlex.split(self.command)[0]
-        if not self.is_server and not shutil.which(program):
-            raise SpecError([Problem("environment.command", f"no program '{program}'; set one that can be executed")])
+        check_program("environment.command", self.command)
 
 
-COMPONENTS = (NoEnvironmentConfig, CalculatorConfig, FunctionEnvironmentConfig, AgentEnvironmentConfig)
+COMPONENTS = (
+    NoEnvironmentConfig,
+    CalculatorConfig,
+    FunctionEnvironmentConfig,
+    McpEnvironmentConfig,
+    AgentEnvironmentConfig,
+)

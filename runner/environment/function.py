@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from runner.core.chat_answer import ChatAnswer
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.core.tool_formats import ToolCall, ToolFormat
-from runner.environment.config import FunctionEnvironmentConfig
+from runner.environment.config import FunctionEnvironmentConfig, ToolEnvironmentConfig
 from runner.environment.processes import (
     EpisodeFailure,
     EpisodeFailures,
@@ -67,7 +67,7 @@ class FunctionEnvironments:
 
     def __init__(
         self,
-        config: FunctionEnvironmentConfig,
+        config: ToolEnvironmentConfig,
         processes: EpisodeProcesses,
         chat: EpisodeChat,
         failures: EpisodeFailures,
@@ -300,11 +300,28 @@ def build(
     file = original_path(source)
     label = f"{file.name}:{config.function}"
     decide("environment.path", f"{file}:{config.function}", f"{file}:{config.function}", f"sha256 {digest}")
+    target = FunctionTarget(file, config.function, env=config.env, copy=source)
+    return play_target(config, target, label, "environment.path", decide, chat, folder)
+
+
+def play_target(
+    config: ToolEnvironmentConfig,
+    target: FunctionTarget,
+    label: str,
+    key: str,
+    decide: Decide,
+    chat: Callable[[], EpisodeChat],
+    folder: Path | None,
+) -> FunctionEnvironments:
+    """Start the process that plays episodes of a target. Raises SpecError for the option `key`.
+
+    label: of what is logged
+    """
     output = CapturedOutput(label, None if folder is None else folder / "environment.log")
     try:
-        processes = EpisodeProcesses(FunctionTarget(file, config.function, env=config.env, copy=source), output)
+        processes = EpisodeProcesses(target, output)
     except WorkerStartError as error:
-        raise SpecError([Problem("environment.path", f"{file} cannot be used: {error}; fix the file")]) from error
+        raise SpecError([Problem(key, f"{label} cannot be used: {error}; see environment.log")]) from error
     found = chat()
     if processes.tools:
         if found.tool_format is None:

@@ -25,7 +25,7 @@ from typing import Any
 from runner.core.http_client import ClientError, failure_reason, request, run_coroutine
 from runner.core.subprocess import POLL_S, READ_BYTES, ChildProcess
 from runner.core.untrusted_text import parse_json
-from runner.environment.config import AgentEnvironmentConfig
+from runner.environment.config import AgentEnvironmentConfig, is_url
 from runner.environment.processes import EpisodeFailure
 from runner.interfaces import EpisodeResult
 from runner.interfaces.rewards import encode_json
@@ -44,7 +44,7 @@ def run_program(
 
     url, key: of the policy; output: gets what a command prints
     """
-    if not config.is_server:
+    if not is_url(config.command):
         return read_result(_run_command(config, encode_json(task), url, key, check, output))
     body = encode_json({**task, "base_url": url, "api_key": key})
     return read_result(run_coroutine(_post(config.command, body, check)))

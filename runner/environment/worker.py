@@ -50,7 +50,8 @@ def prepare(target: Callable[..., Any], path: str) -> tuple[dict[str, Any], Serv
         if not callable(getattr(target, "reset", None)):
             raise TypeError(f"{target.__name__} has no method reset(prompt, **columns)")
         tools = _in_child(partial(_schemas, target))
-    return {"tools": tools, "is_class": inspect.isclass(target)}, partial(_serve, target, path)
+    names = [tool["function"]["name"] for tool in tools]
+    return {"tools": tools, "is_class": inspect.isclass(target)}, partial(_serve, target, names, path)
 
 
 def tool_names(target: type) -> list[str]:
@@ -60,6 +61,8 @@ def tool_names(target: type) -> list[str]:
 
 
 def _schemas(target: type) -> list[Any]:
+    if own := getattr(target, "_tool_schemas", None):  # of an MCP server, whose tools are no methods
+        return list(own())
     from transformers.utils import chat_template_utils  # in a child, so that the episodes' processes stay small
 
     # It imports torch to know the type of a tensor, which takes seconds; whoever names that type has imported it.
@@ -88,7 +91,7 @@ def _in_child(work: Callable[[], list[Any]]) -> list[Any]:
     return list(reply["found"])
 
 
-def _serve(target: Callable[..., Any], path: str, channel: socket.socket, stack: int) -> None:
+def _serve(target: Callable[..., Any], tools: Sequence[str], path: str, channel: socket.socket, stack: int) -> None:
     """Fork an episode for each socket that arrives."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards end by themselves
     gc.freeze()  # what was imported stays shared with the episodes
@@ -98,15 +101,14 @@ def _serve(target: Callable[..., Any], path: str, channel: socket.socket, stack:
             return
         own = socket.socket(fileno=descriptors[0])
         if os.fork() == 0:
-            os._exit(run_guarded(partial(_play, target, path, own), own.fileno(), ()))
+            os._exit(run_guarded(partial(_play, UserEpisode(target, tools), path, own), own.fileno(), ()))
         own.close()
 
 
-def _play(target: Callable[..., Any], path: str, channel: socket.socket) -> int:
+def _play(episode: UserEpisode, path: str, channel: socket.socket) -> int:
     """Answer the requests of one episode until its socket ends."""
     keep_from_children(channel.fileno())
     me = os.getpid()
-    episode = UserEpisode(target)
     with asyncio.Runner() as loop:
         for line in channel.makefile("rb"):
             try:
@@ -123,9 +125,8 @@ def _play(target: Callable[..., Any], path: str, channel: socket.socket) -> int:
 class UserEpisode:
     """One episode: an object of the user's class, or the user's function."""
 
-    def __init__(self, target: Callable[..., Any]) -> None:
-        self._target = target
-        self._tools: Sequence[str] = tool_names(target) if inspect.isclass(target) else ()
+    def __init__(self, target: Callable[..., Any], tools: Sequence[str]) -> None:
+        self._target, self._tools = target, tools
         self._object: Any = None
 
     async def reply(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, Thread
 from typing import IO, Any
@@ -123,7 +123,7 @@ class FunctionTarget:
     """The function or class to run.
 
     imports_siblings: modules beside the file can be imported; env: extra variables; copy: the file to read in place of
-    `file`, in a tree of copies that ends with the path of `file`
+    `file`, in a tree of copies that ends with the path of `file`; variables: of its environment, with their values
     """
 
     file: Path
@@ -131,6 +131,7 @@ class FunctionTarget:
     imports_siblings: bool = True
     env: tuple[str, ...] = ()
     copy: Path | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def variables_without_secrets(env: Sequence[str]) -> dict[str, str]:
@@ -167,7 +168,7 @@ class UserProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=passed,
-                env=variables_without_secrets(target.env),
+                env={**variables_without_secrets(target.env), **target.variables},
             )
         self._lines = JsonLines(writing=self._channel.fileno())
         assert self._process.stdout is not None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +25,7 @@ from runner.core.errors import EnvironmentProblem, SpecError
 from runner.data.chat import Renderer
 from runner.distributed.work_partition import SINGLE_PROCESS
 from runner.environment import calculator
-from runner.environment.config import CalculatorConfig, FunctionEnvironmentConfig
+from runner.environment.config import CalculatorConfig, FunctionEnvironmentConfig, McpEnvironmentConfig
 from runner.environment.worker import cut_middle
 from runner.interfaces import Completion, Prompt, Request, Rollout
 from runner.model.tiny import byte_tokenizer
@@ -127,9 +131,9 @@ def play(tmp_path: Path) -> Iterator[Play]:
         columns: tuple[dict[str, Any], ...] = ({},), decide: Decisions | None = None, **options: Any,
     ) -> tuple[list[Group], Lines, Seen]:  # fmt: skip
         (tmp_path / "shop.py").write_text(source)
-        config, decide = (
-            FunctionEnvironmentConfig(path=f"{tmp_path}/shop.py:{target}", **{"lockstep": True} | options),
-            decide or Decisions(),
+        config, decide = options.pop("config", None), decide or Decisions()
+        config = config or FunctionEnvironmentConfig(
+            path=f"{tmp_path}/shop.py:{target}", **{"lockstep": True} | options
         )
         spec = demo().model_copy(update={"environment": config})
         builders.append(EnvironmentBuilder(TOKENIZER, decide, tmp_path))
@@ -463,3 +467,70 @@ def test_results_continue_a_turn_of_calls_as_the_template_writes_them(name: str)
     prompt = renderer.control.ids_of([s for s in row[: [x.is_trained for x in row].index(True)]])
     assert prompt == begin
     assert [*prompt, *written, *renderer.extend([*prompt, *written], results)] == whole
+
+
+MCP_SERVER = """
+import sys
+from mcp.server import MCPServer
+
+server, stock = MCPServer("shop"), [3]
+
+@server.tool()
+def buy(name: str, count: int = 1) -> str:
+    "Buy things."
+    if count > stock[0]:
+        raise ValueError("not enough")
+    stock[0] -= count
+    return f"{count} x {name}, {stock[0]} left"
+
+if sys.argv[1] == "stdio":
+    server.run()
+else:
+    server.run("streamable-http", port=int(sys.argv[1]))
+"""
+
+
+def test_the_tools_of_an_mcp_server_are_called_in_an_episode(play: Play, tmp_path: Path) -> None:
+    """A server for each episode: what one buys, the other still has."""
+    (tmp_path / "server.py").write_text(MCP_SERVER)
+    config = McpEnvironmentConfig(server=f"{sys.executable} {tmp_path}/server.py stdio", lockstep=True)
+    lines = [call("buy", name="tea", count=2) + call("buy", name="tea", count=2), "done"]
+    groups, _, reward = play("", lines, config=config, columns=({}, {}))
+    for group in groups:
+        [sample] = group.samples
+        assert [m["content"] for m in sample.history[1:]] == [
+            "2 x tea, 1 left",
+            "error: Error executing tool buy",
+        ]
+        assert sample.counts == {"turns": 2, "calls": 2, "malformed_calls": 0, "tool_errors": 1}
+    prompt = TOKENIZER.decode(groups[0].prompt.ids)
+    assert '"name": "buy"' in prompt and '"description": "Buy things."' in prompt
+    assert reward.completions[0].environment.score is None
+
+
+def test_an_mcp_server_with_a_url_is_shared(play: Play, tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(MCP_SERVER)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, f"{tmp_path}/server.py", str(port)], stderr=subprocess.DEVNULL) as server:
+        try:
+            while True:
+                assert server.poll() is None
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                time.sleep(0.1)
+            config = McpEnvironmentConfig(server=f"http://127.0.0.1:{port}/mcp", lockstep=True)
+            groups, _, _ = play("", [call("buy", name="tea"), "done"], config=config, columns=({}, {}))
+        finally:
+            server.kill()
+    assert sorted(group.samples[0].history[1]["content"] for group in groups) == [
+        "1 x tea, 1 left",
+        "1 x tea, 2 left",
+    ]
+
+
+def test_an_mcp_server_that_does_not_start_is_refused(play: Play) -> None:
+    with pytest.raises(SpecError, match=r"environment\.server: .*cannot be used"):
+        play("", [], config=McpEnvironmentConfig(server=f"{sys.executable} -c 1"))
+    with pytest.raises(SpecError, match=r"environment\.server: no program 'no-such'"):
+        play("", [], config=McpEnvironmentConfig(server="no-such server"))

@@ -1,0 +1,90 @@
+"""The class that environment=mcp plays: its tools are those of an MCP server (https://modelcontextprotocol.io).
+
+Runs in the processes of episodes (`worker.py`). A server that is a command is started for each episode; all episodes
+share one that has a URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+SERVER = "RUN_MCP_SERVER"  # the variable that has the command or the URL
+
+
+def make_client() -> Client:
+    """A client of the server, to be entered."""
+    from mcp import Client, StdioServerParameters
+
+    server = os.environ[SERVER]
+    if server.startswith(("http://", "https://")):
+        return Client(server)
+    program, *arguments = shlex.split(server)
+    return Client(StdioServerParameters(command=program, args=arguments, env=dict(os.environ)))
+
+
+async def list_tools(client: Client) -> list[Any]:
+    """The schemas of all tools of a server, as chat templates take them."""
+    found, cursor, more = list[Any](), None, True
+    while more:
+        page = await client.list_tools(cursor=cursor)
+        found += page.tools
+        cursor, more = page.next_cursor, page.next_cursor is not None
+    return [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+        }
+        for tool in found
+    ]
+
+
+class McpTools:
+    """One episode: a connection to the server. Its attributes are the tools."""
+
+    @staticmethod
+    def _tool_schemas() -> list[Any]:
+        async def connect() -> list[Any]:
+            async with make_client() as client:
+                return await list_tools(client)
+
+        return asyncio.run(connect())
+
+    async def reset(self, prompt: object, **columns: object) -> None:
+        """Connect. The connection lives in a task of its own, as the SDK requires, until the process ends."""
+        ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+
+        async def stay_connected() -> None:
+            try:
+                async with make_client() as client:
+                    ready.set_result(client)
+                    await asyncio.Event().wait()
+            except Exception as error:
+                if ready.done():
+                    raise
+                ready.set_exception(error)
+
+        self._task = asyncio.create_task(stay_connected())
+        self._client = await ready
+        self._names = {tool["function"]["name"] for tool in await list_tools(self._client)}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._names:
+            raise AttributeError(name)
+        return partial(self._call, name)
+
+    async def _call(self, tool: str, /, **arguments: Any) -> str:
+        """The text of a tool's result. Raises RuntimeError with that of a tool that failed."""
+        result = await self._client.call_tool(tool, arguments)
+        texts = [getattr(one, "text", f"[{one.type} is not supported]") for one in result.content]
+        text = "\n".join(texts) if texts else json.dumps(result.structured_content)
+        if result.is_error:
+            raise RuntimeError(text)
+        return text
