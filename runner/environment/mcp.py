@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.environment import mcp_tools
 from runner.environment.config import McpEnvironmentConfig
 from runner.environment.function import FunctionEnvironments, play_target
 from runner.interfaces.environments import EpisodeChat
@@ -26,8 +25,7 @@ def build(
 ) -> FunctionEnvironments:
     """Start the process that connects to the server. Raises SpecError if it cannot."""
     config.preflight()
-    variables = {mcp_tools.SERVER: config.server}
-    target = FunctionTarget(
-        Path(mcp_tools.__file__), "McpTools", imports_siblings=False, env=config.env, variables=variables
-    )
+    variables = {"RUN_MCP_SERVER": config.server}
+    program = Path(__file__).with_name("mcp_tools.py")  # not imported here: it needs the package mcp
+    target = FunctionTarget(program, "McpTools", imports_siblings=False, env=config.env, variables=variables)
     return play_target(config, target, config.server, "environment.server", decide, chat, folder)

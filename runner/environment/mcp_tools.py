@@ -11,18 +11,15 @@ import json
 import os
 import shlex
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from mcp import Client
+from mcp import Client, StdioServerParameters
 
-SERVER = "RUN_MCP_SERVER"  # the variable that has the command or the URL
+SERVER = "RUN_MCP_SERVER"  # the variable that has the command or the URL; `mcp.py` sets it
 
 
 def make_client() -> Client:
     """A client of the server, to be entered."""
-    from mcp import Client, StdioServerParameters
-
     server = os.environ[SERVER]
     if server.startswith(("http://", "https://")):
         return Client(server)

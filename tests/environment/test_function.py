@@ -493,7 +493,7 @@ else:
 def test_the_tools_of_an_mcp_server_are_called_in_an_episode(play: Play, tmp_path: Path) -> None:
     """A server for each episode: what one buys, the other still has."""
     (tmp_path / "server.py").write_text(MCP_SERVER)
-    config = McpEnvironmentConfig(server=f"{sys.executable} {tmp_path}/server.py stdio", lockstep=True)
+    config = McpEnvironmentConfig(server=f"{sys.executable} {tmp_path}/server.py stdio", lockstep=True, timeout_s=100)
     lines = [call("buy", name="tea", count=2) + call("buy", name="tea", count=2), "done"]
     groups, _, reward = play("", lines, config=config, columns=({}, {}))
     for group in groups:
@@ -519,7 +519,7 @@ def test_an_mcp_server_with_a_url_is_shared(play: Play, tmp_path: Path) -> None:
                 with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                     break
                 time.sleep(0.1)
-            config = McpEnvironmentConfig(server=f"http://127.0.0.1:{port}/mcp", lockstep=True)
+            config = McpEnvironmentConfig(server=f"http://127.0.0.1:{port}/mcp", lockstep=True, timeout_s=100)
             groups, _, _ = play("", [call("buy", name="tea"), "done"], config=config, columns=({}, {}))
         finally:
             server.kill()
