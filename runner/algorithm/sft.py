@@ -21,7 +21,6 @@ from torch import Tensor
 from runner.algorithm.config import AlgorithmConfig, CptConfig, SftConfig
 from runner.core.batch import (
     Batch,
-    Row,
     flatten_weighted,
     row_layout,
     row_of_tokens,
@@ -33,6 +32,7 @@ from runner.core.batch import (
 from runner.core.media import MEDIA_ID
 from runner.core.metrics import Metrics
 from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample, TokenizedExamples
+from runner.interfaces.examples import Numbers
 from runner.interfaces.learning import AlgorithmInputs, Experience, OfflineAlgorithm
 
 
@@ -97,9 +97,9 @@ class ContinuedPretraining(PackedAlgorithm):
     def experience(self, items: Sequence[TokenizedExample]) -> Batch:
         rows = items if isinstance(items, TokenizedExamples) else TokenizedExamples.of(items)
 
-        def read(units: NDArray[np.int64]) -> tuple[list[Row], list[Row]]:
+        def read(units: NDArray[np.int64]) -> tuple[list[Numbers], list[Numbers]]:
             ids = [np.asarray(one) for one in rows.read(units)[0]]
-            return list(ids), [one < MEDIA_ID for one in ids]
+            return [*ids], [(one < MEDIA_ID).astype(np.int8) for one in ids]
 
         found: Batch = super().experience(replace(rows, trained=rows.sizes - 1 - rows.media, branches=None, read=read))
         return found

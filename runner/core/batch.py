@@ -214,7 +214,9 @@ def row_sum(batch: Batch, values: Tensor) -> Tensor:
     return values.new_zeros(batch.num_rows).index_add(0, row_of_tokens(batch), values)
 
 
-def select_units(batch: Batch, order: Sequence[int], spans: NDArray[np.int64] | None = None) -> Batch:
+def select_units(
+    batch: Batch, order: Sequence[int] | NDArray[np.int64], spans: NDArray[np.int64] | None = None
+) -> Batch:
     """The units at the places `order`, in that order; a view if they are neighbors.
 
     spans: the batch's `unit_spans`, where they are known

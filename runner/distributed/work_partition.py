@@ -246,11 +246,11 @@ def shard_batch(batch: Batch, budget: int, peers: RankCollectives, *, padded: bo
     """This rank's part of a batch, in micro-batches of at most `budget` tokens (see `micro_batches`)."""
     spans, taken = unit_spans(batch), footprints(batch, padded)
     owners = np.array(balance_by_cost((taken.tokens + taken.patches).tolist(), peers.size))
-    hands = [np.flatnonzero(owners == rank) for rank in range(peers.size)]
+    hands = [np.flatnonzero(owners == rank).astype(np.int64) for rank in range(peers.size)]
     cut = [micro_batch_ranges(taken[hand], budget) for hand in hands]
     mine = hands[peers.rank]
     micros = [select_units(batch, mine[run.start : run.stop], spans) for run in cut[peers.rank]]
-    smallest = select_units(batch, taken.tokens.argmin(keepdims=True), spans)
+    smallest = select_units(batch, [int(taken.tokens.argmin())], spans)
     return BatchShard(micros, max(map(len, cut)) - len(micros), smallest, spans, np.concatenate(hands))
 
 

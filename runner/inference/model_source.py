@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, Problem, SpecError
@@ -45,6 +45,7 @@ from runner.spec.job import JobSpec
 if TYPE_CHECKING:  # it brings torch, which may be broken
     from runner.checkpoint.step_folders import LoadedCheckpoint
     from runner.interfaces import GenerativeModel, TrainableModel
+    from runner.model.transformers_model import TransformersModel
 
 MODELSCOPE = "modelscope:"
 SETTABLE = ("device", "model.path", "model.base", "model.dtype", "model.trust_remote_code")  # of a run's spec
@@ -376,12 +377,12 @@ def _attach_adapters(model: TrainableModel, source: ModelSource) -> tuple[Traina
         raise EnvironmentProblem(f"{text}: run export {source.text} --merge")
     from runner.model.peft_adapter import attach_adapter
 
-    decide = Decisions()
+    decide, quantization = Decisions(), cast("TransformersModel", model).config.quantization
     first, *more = source.adapters
     names = {first.name: "default"}
     for index, adapter in enumerate(more, 1):
         names[adapter.name] = f"adapter{index}"
-        check_adapter_base(Path(adapter.path), source.path, decide, model.config.quantization)
+        check_adapter_base(Path(adapter.path), source.path, decide, quantization)
         attach_adapter(model.module, Path(adapter.path), name=names[adapter.name])
     return model.with_peft_module(model.module, decide=decide) if more else model, names
 

@@ -187,7 +187,7 @@ def _generate_from_folder(
         for (prompt, image), own, answer in zip(prompts, ids, answers, strict=True)
     ]
     dtype = str(model.compute_dtype).removeprefix("torch.")
-    asked = {"folder": str(folder), "base": base, "dtype": dtype, "threads": torch.get_num_threads()}
+    asked: dict[str, Any] = {"folder": str(folder), "base": base, "dtype": dtype, "threads": torch.get_num_threads()}
     asked["questions"] = questions
     done = subprocess.run(
         [python, "-P", str(PROBE)], input=json.dumps(asked), capture_output=True, text=True, check=False
