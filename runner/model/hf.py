@@ -48,7 +48,6 @@ from runner.model.initial_weights import (
     WeightsSource,
     init_with_seed,
     place_on_device,
-    quantizer,
     refuse_nonfinite_weights,
 )
 from runner.model.model_folder import (
@@ -164,7 +163,7 @@ def build(
     _check_vocabulary(module, tokenizer)
     if head != "scalar" and device.type != "meta":  # where the config is not the published one
         _fix_generation_config(path, module.generation_config, decide)
-    module = place_on_device(module, kept, device, fit, DTYPES[config.compute_dtype], quantizer(config, device, decide))
+    module = place_on_device(module, kept, device, fit, DTYPES[config.compute_dtype], config.quantization, decide)
     if weights.adapter is not None:
         if device.type != "meta":
             check_adapter_base(weights.adapter, path, decide, config.quantization)

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,12 +21,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from runner.core.auto_choices import Decisions
 from runner.core.device_kinds import NPU
 from runner.core.errors import EnvironmentProblem
 from runner.core.progress_bars import no_load_report, no_progress_bar
 from runner.core.quantized_weight import QuantizedWeight, Scheme, quantize_weight
 from runner.interfaces import Decide
-from runner.model.config import ModelConfig, require_bitsandbytes
+from runner.model.config import require_bitsandbytes
 from runner.model.model_folder import files_digest, weights_digest
 from runner.model.model_parts import decoder_blocks
 from runner.model.parameters import float32_modules
@@ -90,20 +90,21 @@ def place_on_device(
     device: torch.device,
     fit: InstallFusedOps | None = None,
     compute: torch.dtype | None = None,
-    quantize: Callable[[nn.Module], None] | None = None,
+    quantization: Scheme | None = None,
+    decide: Decide | None = None,
 ) -> M:
     """The module with its parameters in `dtype` on `device`, `float32_modules` in float32.
 
     Buffers (rotary frequencies) keep their type. `fit` may replace modules by the device's own, which it tries in
-    `compute`, the data type that the module will compute in (None: `dtype`). `quantize` gets it in host memory in
-    `dtype`, and may put single weights on the device (`quantize_layers`).
+    `compute`, the data type that the module will compute in (None: `dtype`). quantization: see
+    `quantize_layers`; host memory has the whole module in `dtype`, the device one such layer at a time.
     """
     wide = {id(parameter) for part in float32_modules(module) for parameter in part.parameters()}
     for parameter in module.parameters():
         parameter.data = parameter.data.to(torch.float32 if id(parameter) in wide else dtype)
     module.config.dtype = dtype
-    if quantize is not None:
-        quantize(module)
+    if quantization is not None:
+        quantize_layers(module, device, quantization, decide or Decisions())
     module = module.to(device)
     if fit is not None:
         plain = (one for one in module.parameters() if not isinstance(one, QuantizedWeight))
@@ -114,12 +115,6 @@ def place_on_device(
         for parameter, data in kept:
             parameter.data = data
     return module
-
-
-def quantizer(config: ModelConfig, device: torch.device, decide: Decide) -> Callable[[nn.Module], None] | None:
-    """What quantizes a model on its way to the device; None = nothing does."""
-    scheme = config.quantization
-    return partial(quantize_layers, device=device, scheme=scheme, decide=decide) if scheme is not None else None
 
 
 def quantize_layers(module: Any, device: torch.device, scheme: Scheme, decide: Decide) -> None:

@@ -37,7 +37,6 @@ from runner.model.initial_weights import (
     load_folder,
     load_renamed,
     place_on_device,
-    quantizer,
 )
 from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype, Head
@@ -216,8 +215,8 @@ def build(
             load_folder(module, init_from)
         source = WeightsSource(folder=Path(init_from))
     compute = DTYPES[config.compute_dtype]
-    quantize = quantizer(config, device, decide)
-    module = place_on_device(module, DTYPES[stored] if stored else compute, device, fit, compute, quantize)
+    kept = DTYPES[stored] if stored else compute
+    module = place_on_device(module, kept, device, fit, compute, config.quantization, decide)
     return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 

@@ -9,9 +9,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from runner.adapter import lora
+from runner.adapter.config import LoraConfig
 from runner.cli.job_builder import compose_job
+from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.core.quantized_weight import QuantizedWeight, Scheme, quantize_weight
+from runner.model import hf
+from runner.model.config import HfConfig
+from tests.inference.model_folders import write_base
+from tests.model.zoo import CPU, LOGPROBS, batch
 
 SCHEMES = pytest.mark.parametrize("scheme", get_args(Scheme))
 
@@ -74,6 +81,34 @@ def test_shapes_on_meta_are_those_of_values(scheme: Scheme) -> None:
         found, wanted = getattr(blank, part), getattr(here, part)
         assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     assert blank.is_meta and blank.shape == weight.shape
+
+
+@SCHEMES
+def test_a_model_trains_and_evaluates_in_turn_and_its_merge_computes_the_same(scheme: Scheme, tmp_path: Path) -> None:
+    config = HfConfig(path=str(write_base(tmp_path / "base")), quantization=scheme)
+    found = Decisions()
+    model = hf.build(config, tokenizer=hf.tokenizer(config), device=CPU, seed=0, decide=found)
+    assert [one.got for one in found.entries if one.feature == "model.quantization"] == [scheme]
+    model = lora.attach(LoraConfig(), model, decide=Decisions())
+    optimizer, losses = torch.optim.SGD(model.trainable().values(), lr=1.0), []
+    for _ in range(3):
+        with torch.no_grad():  # bitsandbytes' own layer packs its weights here
+            model.outputs(batch(), LOGPROBS)
+        loss = -model.outputs(batch(), LOGPROBS)["logprobs"].sum() / 50
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    with torch.no_grad():
+        wanted = model.outputs(batch(), LOGPROBS)["logprobs"]
+    model.merge_on_save()
+    model.save(tmp_path / "merged")
+    plain = HfConfig(path=str(tmp_path / "merged"))
+    merged = hf.build(plain, tokenizer=hf.tokenizer(plain), device=CPU, seed=0, decide=Decisions())
+    assert not any(isinstance(one, QuantizedWeight) for one in merged.module.parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(merged.outputs(batch(), LOGPROBS)["logprobs"], wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
