@@ -66,7 +66,7 @@ def atomic_write(path: Path, content: bytes) -> None:
 
 
 def replace_folder(staged: Path, target: Path) -> None:
-    """Put a folder that is written in the place of `target`, an older one or none; flushed. Raises OSError.
+    """Put a folder that is written in the place of `target`, which may exist. Raises OSError.
 
     A crash leaves one of the two at `target`, or none until `recover_folder`.
     """
@@ -85,7 +85,7 @@ def replace_folder(staged: Path, target: Path) -> None:
 
 
 def recover_folder(target: Path) -> None:
-    """Finish a `replace_folder` that was interrupted: the older folder is put back where the newer is not there."""
+    """Finish a `replace_folder` that was interrupted: put the older folder back without the newer."""
     old = target.with_name(f"{REPLACED}{target.name}")
     if old.exists() and not target.exists():
         os.rename(old, target)

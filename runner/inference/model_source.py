@@ -245,10 +245,8 @@ def load_source(
     model, names = _attach_adapters(model, source)
     model.eval()
     if (generative := as_generative(model)) is None:
-        raise EnvironmentProblem(
-            f"{source.text}: this model scores completions, it cannot write text; use it as reward=model "
-            "reward.path=EXPORT"
-        )
+        text = f"{source.text}: this model scores completions, it cannot write text; use it as reward=model"
+        raise EnvironmentProblem(f"{text} reward.path=EXPORT")
     return LoadedModel(
         source.name, generative, model.tokenizer, style, names, step, spec.chat, *spec.sampler.stop_criteria()
     )

@@ -32,7 +32,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_folder(path: str) -> None:
-    """Raise EnvironmentProblem for a language model; other faults of a folder are found before, and a hub id passes."""
+    """Raise EnvironmentProblem for the folder of a language model; a hub id passes."""
     name, key = (ADAPTER_CONFIG, "task_type") if is_adapter(path) else ("config.json", "architectures")
     if (file := Path(path).expanduser() / name).is_file():
         found = parse_json(file.read_bytes()).get(key)

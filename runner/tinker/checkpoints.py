@@ -192,7 +192,7 @@ class ClientStore:
         shutil.rmtree(gone)
 
     def remove_leftovers(self) -> None:
-        """Delete what a killed server left half written, and put back what it was replacing; while nobody writes."""
+        """Delete what a killed server left half written; put back what it was replacing."""
         for staged in self._root.glob(f"*/*/{fsync_io.STAGED}*"):
             shutil.rmtree(staged)
         for old in self._root.glob(f"*/*/{fsync_io.REPLACED}*"):

@@ -40,7 +40,10 @@ from runner.weight_sync.weight_checksum import weights_digest
 
 @dataclass(slots=True)
 class Tenant:
-    """A training client. peft_name: of its adapter in the base; steps: finished optimizer steps; saved: that many."""
+    """A training client. peft_name: of its adapter in the base.
+
+    steps: finished optimizer steps; saved: those in its newest state
+    """
 
     learner: LocalLearner
     peft_name: str
@@ -69,7 +72,10 @@ class SampleRequest:
 
 @dataclass(slots=True)
 class PendingSample:
-    """A sampling request of this rank, and what there is of its answers. scores: of the prompt but its first token."""
+    """A sampling request of this rank, and what there is of its answers.
+
+    scores: of the prompt but its first token
+    """
 
     request: SampleRequest
     key: str | None
