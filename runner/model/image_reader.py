@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ class FileImageReader:
 
     def keep_in(self, folder: Path) -> int:
         """See `ImageReader`."""
-        self._folder, oldest = folder, time.time() - KEEP_DAYS * 86400
+        self._folder, oldest = folder, (datetime.now(UTC) - timedelta(days=KEEP_DAYS)).timestamp()
         old = [path for path in folder.iterdir() if path.stat().st_atime < oldest] if folder.exists() else []
         for path in old:
             path.unlink(missing_ok=True)

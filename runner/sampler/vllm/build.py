@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def build(
     )
     _report_choices(config, placement, decide)
     engine = VllmEngine(
-        engine_arguments(config, placement, os.environ),
+        {**engine_arguments(config, placement, os.environ), **(_image_options() if placement.images else {})},
         sleep=sleep_level(config, placement),
         timeout_s=config.patience_s,
         scratch=folder,
@@ -76,6 +77,17 @@ def _make_placement(
         experts=_has_experts(folder / "blueprint"),
         images=bool((reader := images_of(model.tokenizer)) and reader.how),
     )
+
+
+def _image_options() -> dict[str, Any]:
+    """Let the image processor normalize pixels.
+
+    The constants of vLLM's own normalization are in the model, where dummy weights overwrite them (0.32).
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    name = "mm_device_do_normalize"
+    return {name: False} if any(field.name == name for field in fields(EngineArgs)) else {}
 
 
 def _has_experts(blueprint: Path) -> bool:
