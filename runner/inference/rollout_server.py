@@ -82,7 +82,7 @@ class RolloutServer:
         device_stats: Callable[[], Mapping[str, float]] = dict,
         images: ImageReader | None = None,
     ) -> None:
-        """device_stats: what was measured of the device since the last call; images: the reader of the sampler."""
+        """device_stats: what was measured since the last call; images: the reader of the sampler."""
         self._sampler, self._device_stats, self._images = sampler, device_stats, images
         self.session = secrets.token_hex(8)
         self._held = HeldWeights(-1, "", self.session)

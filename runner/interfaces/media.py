@@ -83,9 +83,9 @@ class ImageReader(ImageTokenizer, Protocol):
 
     def __contains__(self, id: int) -> bool: ...  # whether the image can be read
 
-    def content(self, id: int) -> bytes: ...  # raises DataError for a file that is not what it was
+    def image_bytes(self, id: int) -> bytes: ...  # raises DataError for a file that is not what it was
 
-    def read(self, id: int) -> ProcessedImage: ...  # raises as `content`
+    def read(self, id: int) -> ProcessedImage: ...  # raises as `image_bytes`
 
     # the oldest contents in memory above MAX_IMAGES_BYTES, but for `used` images
     def forget(self, used: Collection[int]) -> None: ...

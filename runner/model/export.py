@@ -84,7 +84,7 @@ UNREAD_FILE = "model-unread.safetensors"
 
 
 def write_image_processor(source: WeightsSource, folder: Path, tokenizer: Any) -> None:
-    """Write the files of the image processor of the folder that a model came from, with the settings in use."""
+    """Write the image processor of the folder that a model came from, with the settings in use."""
     for file in (source.files / name for name in PROCESSOR_FILES) if source.files else ():
         if file.is_file():
             shutil.copyfile(file, folder / file.name)

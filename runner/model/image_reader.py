@@ -149,7 +149,7 @@ class FileImageReader:
             held -= len(self._contents.pop(one))
             del self._entries[one]
 
-    def content(self, id: int) -> bytes:
+    def image_bytes(self, id: int) -> bytes:
         """See `ImageReader`."""
         entry = self._entries[id]
         content = self._contents[id] if id in self._contents else _read(entry.path)
@@ -161,7 +161,7 @@ class FileImageReader:
 
     def read(self, id: int) -> ProcessedImage:
         """See `ImageReader`."""
-        return self._processor.process(decode_image(self.content(id)), several=self._entries[id].several)
+        return self._processor.process(decode_image(self.image_bytes(id)), several=self._entries[id].several)
 
 
 def _mark_used(path: Path) -> None:

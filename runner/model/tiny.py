@@ -137,7 +137,7 @@ def _image_processor(config: TinyVlConfig, tokenizer: Any, least: int | None, mo
 
 
 def architecture(config: SmallConfig, tokenizer: Any, init_from: str | None = None, head: Head = "lm") -> Any:
-    """The shape of the model, as transformers has it. Raises UnsupportedModelError where it cannot have the head."""
+    """The shape of the model, as transformers has it. UnsupportedModelError without such a head."""
     if head == "scalar" and isinstance(config, TinyVlConfig):
         raise UnsupportedModelError(f"model={config.name} has no form with a head of one number")
     common = {

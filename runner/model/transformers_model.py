@@ -319,7 +319,7 @@ class TransformersModel(SharedByAdapters, WithRouters):
         return hf_state_dict.HfStateDict(self.module, self.inner)
 
     def save_configs(self, folder: Path) -> None:
-        """Write the merged model's configs, tokenizer, image processor; an adapter's in `adapter`. Raises OSError."""
+        """Write configs, tokenizer and image processor, merged; an adapter's in `adapter`. OSError."""
         hf_state_dict.write_configs(self._hf_state_dict.converter.model, folder)
         export.write_tokenizer(folder, self.tokenizer)
         export.write_image_processor(self.weights_source, folder, self.tokenizer)

@@ -48,7 +48,7 @@ class SamplerPool:
         silence_s: float = SILENCE_S,
         images: ImageReader | None = None,
     ) -> None:
-        """The `count` servers of a job, whose endpoint files are in `folder`; token: the job's; images: of prompts."""
+        """The `count` servers of a job; folder: of endpoint files; token: the job's; images: of prompts."""
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
         self._timeout_s, self._metrics, self._runner = config.patience_s, PoolMetrics(), CancellableRunner()
         limits = AnswerLimits(vocab_size, config.max_new_tokens)

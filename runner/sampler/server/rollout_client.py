@@ -228,10 +228,10 @@ class ServerClient:
             await self._reload(weights, deadline)
 
     async def _send_images(self, missing: Sequence[int], deadline: float) -> None:
-        """Send images that the server does not have. Raises DataError, and what the server raised, as RunnerError."""
+        """Send images that the server does not have. Raises RunnerError, also what the server raised."""
         assert self._images is not None
         for entry in self._images.entries(missing):
-            content = np.frombuffer(self._images.content(entry.id), np.uint8)
+            content = np.frombuffer(self._images.image_bytes(entry.id), np.uint8)
             reply = await self._post(ADD_IMAGE, encode({"id": entry.id, "several": entry.several}, content), deadline)
             if reply.error is not None:
                 raise reply.error.to_exception(str(self))

@@ -17,7 +17,10 @@ SHOWN = 8  # ids of each side in an error
 
 
 def vllm_prompt(ids: Sequence[int], tokenizer: Any, version: int) -> dict[str, Any]:
-    """A prompt as vLLM takes it. version: of the weights, as vLLM keeps what they made of an image under its name."""
+    """A prompt as vLLM takes it.
+
+    version: of the weights, as vLLM keeps what they made of an image under its name
+    """
     reader = images_of(tokenizer)
     if reader is None or max(ids) < MEDIA_ID:
         return {"prompt_token_ids": list(ids)}
@@ -30,7 +33,7 @@ def vllm_prompt(ids: Sequence[int], tokenizer: Any, version: int) -> dict[str, A
         start = begin + len(written)
     return {
         "prompt_token_ids": [*found, *ids[start:]],
-        "multi_modal_data": {"image": [decode_image(reader.content(one)) for one, _ in runs]},
+        "multi_modal_data": {"image": [decode_image(reader.image_bytes(one)) for one, _ in runs]},
         "multi_modal_uuids": {"image": [f"{one:x}-{version}" for one, _ in runs]},
     }
 

@@ -16,9 +16,10 @@ from runner.adapter.config import NoAdapterConfig
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
 from runner.core.media import MEDIA_ID
+from runner.data.demo_shapes import draw
 from runner.interfaces import Request
-from runner.model import hf
-from runner.model.config import HfConfig
+from runner.model import hf, tiny
+from runner.model.config import HfConfig, TinyVlConfig
 from runner.sampler.vllm.images import check_prompt_ids, vllm_prompt
 from tests.model import vision_zoo
 from tests.model.zoo import CPU
@@ -85,3 +86,21 @@ def test_it_samples_what_the_policy_would_of_an_image(model: Any, tmp_path: Path
             assert {at // 2 for at in text} == {0, 1, 2}
             assert gap(model, [asked[at] for at in text], [got[at] for at in text]) < MEAN
             change(model, by=0.05)
+
+
+@NEEDED[0]
+@NEEDED[1]
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_VISION, reason="vLLM's image-text models need a torchvision that fits torch")
+def test_the_pixels_of_qwen_are_normalized_as_for_the_trainer(tmp_path: Path) -> None:
+    config = TinyVlConfig(hidden_size=128, intermediate_size=96, heads=4, kv_heads=2, layers=2, dtype="float32")
+    tokenizer: Any = tiny.tokenizer(config)
+    tokenizer.image_reader = tiny.image_reader(config, tokenizer)
+    made = tiny.build(config, tokenizer=tokenizer, device=CPU, seed=0, decide=Decisions())
+    policy = lora.train_all(NoAdapterConfig(), made, decide=Decisions())
+    entry, _ = tokenizer.image_reader.add(draw(1), several=False)
+    start, end = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+    asked = [Request((65, start, *[entry.id] * entry.count, end, 66), 5, 8, 0)]
+    with engine(policy, tmp_path) as sampler:
+        sampler.load_weights(dict(policy.hf_tensors("all")), 1)
+        assert gap(policy, asked, sampler.sample(asked)) < MEAN
