@@ -283,7 +283,7 @@ def image_ids() -> str:
 
 def packing() -> str:
     """Conversations of several lengths in micro-batches: packed, and padded."""
-    from runner.core.batch import footprints, micro_batch_ranges, pack
+    from runner.core.batch import micro_batches, pack
     from runner.data.chat import Renderer
 
     renderer, lengths = Renderer(_tokenizer("+recipe=sft_demo")), []
@@ -296,22 +296,20 @@ def packing() -> str:
     budget, left, width = 192, PAD, 440
     parts, y = [], float(PAD)
     for padded in (False, True):
-        ranges = micro_batch_ranges(footprints(batch, padded), budget, padded=padded)
-        slots = sum(
-            len(part) * max(lengths[i] for i in part) if padded else sum(lengths[i] for i in part) for part in ranges
-        )
+        found = [part.rows["lengths"].tolist() for part in micro_batches(batch, budget, padded=padded)]
+        slots = sum(len(part) * max(part) if padded else sum(part) for part in found)
         look = "model.batch_layout=padded" if padded else "model.batch_layout=packed"
         parts.append(
-            text(left, y + 10, f"{look}: {sum(lengths)} tokens in {slots} slots, {len(ranges)} micro-batches", "name")
+            text(left, y + 10, f"{look}: {sum(lengths)} tokens in {slots} slots, {len(found)} micro-batches", "name")
         )
         y += 18
-        for part in ranges:
-            x, longest = float(left), max(lengths[i] for i in part)
+        for part in found:
+            x, longest = float(left), max(part)
             parts.append(box(x, y, width, 16, None))
-            for i in part:
-                parts.append(box(x, y, lengths[i] / budget * width, 16, BLUE))
-                parts.append(text(x + 3, y + 12, str(lengths[i])))
-                x += (longest if padded else lengths[i]) / budget * width
+            for length in part:
+                parts.append(box(x, y, length / budget * width, 16, BLUE))
+                parts.append(text(x + 3, y + 12, str(length)))
+                x += (longest if padded else length) / budget * width
             y += 20
         y += 10
     return picture(width + 2 * PAD, y, *parts)
