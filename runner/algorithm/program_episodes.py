@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from runner.algorithm.episode import FAILED, AnswerSampler, Episode
@@ -16,7 +17,11 @@ from runner.core.completion_text import completion_text
 from runner.core.media import without_media
 from runner.core.rng import derive_seed
 from runner.interfaces import EpisodeResult, Prompt, Request, Rollout
-from runner.interfaces.environments import PolicyCall, ProgramEnvironments
+from runner.interfaces.environments import PolicyCall, ProgramEnvironments, ProgramEpisodes
+from runner.interfaces.sampling import sample_from
+
+Stream = tuple[int, *tuple[int | str, ...]]  # the seed and the name of random numbers
+GATHER_S = 0.5  # that calls wait at most for those of other programs, while nothing is sampled
 
 
 def run_programs(
@@ -24,44 +29,70 @@ def run_programs(
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
     sampler: AnswerSampler,
-    streams: Sequence[tuple[int | str, ...]],
+    streams: Sequence[Stream],
     tokenizer: Any,
 ) -> list[Episode]:
     """An episode for each prompt, in their order.
 
-    seeds: of the environments (see `Environments`); streams: names of each episode's random streams
+    seeds: of the environments (see `Environments`); streams: of each episode
     """
-    rows = [list[Episode]() for _ in prompts]
-    counts = [Counter[str](turns=0, rows=0, unmatched_histories=0) for _ in prompts]
     batch = environments.start_programs(prompts, seeds)
     try:
-        while (calls := batch.next_calls()) is not None:
-            rollouts = sample_calls(sampler, streams, calls) if calls else ()
-            for call, rollout in zip(calls, rollouts, strict=True):
-                if rollout is not None:
-                    add_turn(rows[call.episode], prompts[call.episode].columns, call, rollout, tokenizer)
-                    counts[call.episode].update(turns=1, unmatched_histories=int(call.is_unmatched))
-            batch.answer(calls, rollouts)
-        results = batch.finish()
+        source = ProgramCalls(batch, prompts, sampler, streams, tokenizer)
+        sample_from(sampler, source)
+        results = batch.results()
     finally:
         batch.close()
-    return [_join_rows(*one) for one in zip(prompts, rows, counts, results, strict=True)]
+    return [_join_rows(*one) for one in zip(prompts, source.rows, source.counts, results, strict=True)]
 
 
-def sample_calls(
-    sampler: AnswerSampler, streams: Sequence[tuple[int | str, ...]], calls: Sequence[PolicyCall]
-) -> list[Rollout | None]:
-    """The turns that programs call for; None where the prompt leaves no room for a token."""
-    most, longest = sampler.max_new_tokens, sampler.max_model_len
-    requests, groups = dict[int, Request](), dict[tuple[int, ...], int]()
-    for at, call in enumerate(calls):
-        rooms = [most if call.max_new_tokens is None else call.max_new_tokens]
-        rooms += [] if longest is None else [longest - len(call.ids)]
-        if (limit := min(most, *rooms)) > 0:
-            seed = derive_seed(*streams[call.episode], call.key)  # type: ignore[arg-type]
-            requests[at] = Request(call.ids, seed, limit, groups.setdefault(call.ids, len(groups)), raw=True)
-    rollouts = dict(zip(requests, sampler.sample([*requests.values()]), strict=True))
-    return [rollouts.get(at) for at in range(len(calls))]
+class ProgramCalls:
+    """The calls of programs as a `RequestSource`.
+
+    rows, counts: of each episode; counts are for metrics environment/NAME
+    """
+
+    def __init__(
+        self,
+        batch: ProgramEpisodes,
+        prompts: Sequence[Prompt],
+        sampler: AnswerSampler,
+        streams: Sequence[Stream],
+        tokenizer: Any,
+    ) -> None:
+        self.rows = [list[Episode]() for _ in prompts]
+        self.counts = [Counter[str](turns=0, rows=0, unmatched_histories=0) for _ in prompts]
+        self._batch, self._prompts, self._sampler = batch, prompts, sampler
+        self._streams, self._tokenizer = streams, tokenizer
+        self._numbers, self._calls = count(), dict[int, PolicyCall]()
+
+    def take(self, wait: bool) -> list[tuple[int, Request]]:
+        """See `RequestSource`. A call whose prompt leaves no room for a token is refused."""
+        while (calls := self._batch.next_calls(GATHER_S if wait else 0.0)) is not None:
+            arrived = [(call, limit) for call in calls if (limit := self._token_limit(call)) > 0]
+            for call in calls:
+                if self._token_limit(call) < 1:
+                    self._batch.answer(call, None)
+            if arrived or not wait:
+                return [self._request(call, limit) for call, limit in arrived]
+        return []
+
+    def answer(self, number: int, rollout: Rollout) -> None:
+        """See `RequestSource`."""
+        call = self._calls.pop(number)
+        add_turn(self.rows[call.episode], self._prompts[call.episode].columns, call, rollout, self._tokenizer)
+        self.counts[call.episode].update(turns=1, unmatched_histories=int(call.is_unmatched))
+        self._batch.answer(call, rollout)
+
+    def _token_limit(self, call: PolicyCall) -> int:
+        most, longest = self._sampler.max_new_tokens, self._sampler.max_model_len
+        rooms = [] if longest is None else [longest - len(call.ids)]
+        return min(most, call.max_new_tokens or most, *rooms)
+
+    def _request(self, call: PolicyCall, limit: int) -> tuple[int, Request]:
+        number, seed = next(self._numbers), derive_seed(*self._streams[call.episode], call.key)
+        self._calls[number] = call
+        return number, Request(call.ids, seed, limit, number, raw=True)
 
 
 def add_turn(

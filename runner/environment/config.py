@@ -22,7 +22,6 @@ class EnvironmentConfig(ComponentConfig):
 
     group: ClassVar[str] = "environment"
     has_score: ClassVar[bool] = False  # whether it may score episodes
-    runs_programs: ClassVar[bool] = False  # whether its programs call the policy
 
     def most_turns(self) -> int:
         """Most turns of the policy in one episode."""
@@ -164,7 +163,7 @@ class McpEnvironmentConfig(ToolEnvironmentConfig):
         return self.model_copy(update={"server": with_absolute_files(self.server)})
 
     def preflight(self) -> None:
-        """Raise SpecError where the program of the command is missing, EnvironmentProblem without the package mcp."""
+        """Raise SpecError without the program of the command, EnvironmentProblem without the package mcp."""
         check_program("environment.server", self.server)
         if find_spec("mcp") is None:
             raise EnvironmentProblem("environment=mcp needs the package mcp\n  pip install 'posttrain-run[mcp]'")
@@ -175,7 +174,6 @@ class AgentEnvironmentConfig(EnvironmentConfig):
 
     factory: ClassVar[str] = "runner.inference.agent:build"
     has_score: ClassVar[bool] = True
-    runs_programs: ClassVar[bool] = True
     name: Literal["agent"] = "agent"
     command: str = Field(
         min_length=1,

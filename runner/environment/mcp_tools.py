@@ -1,4 +1,6 @@
-"""The class that environment=mcp plays: its tools are those of an MCP server (https://modelcontextprotocol.io).
+"""The class that environment=mcp plays: its tools are those of an MCP server.
+
+Protocol and SDK: https://modelcontextprotocol.io
 
 Runs in the processes of episodes (`worker.py`). A server that is a command is started for each episode; all episodes
 share one that has a URL.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -41,14 +40,13 @@ from runner.user_code.process import CapturedOutput
 
 log = logging.getLogger("runner")
 LIMITS = HttpLimits(max_body_bytes=256 << 20)
-GATHER_S = 0.5  # that a call waits at most for those of other programs, to be sampled with them
 SET_BY_SAMPLER = ("temperature", "top_p", "top_k", "min_p", "seed")  # fields of a request that are not used
 
 
 class AgentEnvironments:
     """Runs programs whose calls are answered by the trainer's sampler; see `ProgramEnvironments`."""
 
-    runs_programs = True
+    runs_programs, lockstep = True, False
     roles: tuple[str, ...] = ()
     max_episode_tokens = None
 
@@ -100,7 +98,7 @@ class AgentEnvironments:
 
     async def _sample(self, session: AgentSession, calls: Sequence[PolicyCall]) -> list[Rollout]:
         """What the trainer's sampler writes. Raises BadRequest where there is no room for it."""
-        mine = [WaitingCall(call, Future(), time.monotonic()) for call in calls]
+        mine = [WaitingCall(call, Future()) for call in calls]
         waiting = session.waiting
         with waiting.changed:
             waiting.calls += mine
@@ -131,41 +129,40 @@ class AgentEpisodes:
     owner: AgentEnvironments
     prompts: Sequence[Prompt]
     seeds: Sequence[int]
-    results: list[Future[EpisodeResult]] = field(init=False)
+    futures: list[Future[EpisodeResult]] = field(init=False)
 
     def __post_init__(self) -> None:
         owner, numbers = self.owner, range(len(self.prompts))
         self.waiting = Waiting(set(numbers))
         self.sessions = [AgentSession(at, owner.served, owner.config, self.waiting) for at in numbers]
         owner.sessions |= {session.key: session for session in self.sessions}
-        self.results = [owner.threads.submit(self._run, session) for session in self.sessions]
+        self.futures = [owner.threads.submit(self._run, session) for session in self.sessions]
 
-    def next_calls(self) -> list[PolicyCall] | None:
-        """See `ProgramEpisodes`; waits up to GATHER_S until every program that runs waits for the policy."""
+    def next_calls(self, wait_s: float) -> list[PolicyCall] | None:
+        """See `ProgramEpisodes`; in the order of the episodes."""
         waiting = self.waiting
         with waiting.changed:
-            is_complete = waiting.changed.wait_for(waiting.is_complete, GATHER_S)
-            calls, now = [one for one in waiting.calls if not one.future.done()], time.monotonic()
-            if not calls and not waiting.unfinished:
+            waiting.changed.wait_for(waiting.is_complete, wait_s)
+            if not waiting.calls and not waiting.unfinished:
                 return None
-            if not is_complete and all(now - one.since < GATHER_S for one in calls):
-                return []
-        return sorted((one.call for one in calls), key=lambda call: (call.episode, call.key))
+            new = [one for one in waiting.calls if not one.is_taken]
+            for one in new:
+                one.is_taken = True
+        return sorted((one.call for one in new), key=lambda call: (call.episode, call.key))
 
-    def answer(self, calls: Sequence[PolicyCall], rollouts: Sequence[Rollout | None]) -> None:
+    def answer(self, call: PolicyCall, rollout: Rollout | None) -> None:
         """See `ProgramEpisodes`."""
-        found = {(call.episode, call.key): rollout for call, rollout in zip(calls, rollouts, strict=True)}
         with self.waiting.changed:
-            for one in self.waiting.calls:
-                place = (one.call.episode, one.call.key)
-                if place in found and one.future.set_running_or_notify_cancel():  # or its client has gone
-                    one.future.set_result(found[place])
-            self.waiting.calls[:] = [one for one in self.waiting.calls if not one.future.done()]
+            found = [one for one in self.waiting.calls if one.call is call]
+            for one in found:  # or its client has gone
+                self.waiting.calls.remove(one)
+                if one.future.set_running_or_notify_cancel():
+                    one.future.set_result(rollout)
 
-    def finish(self) -> list[EpisodeResult]:
+    def results(self) -> list[EpisodeResult]:
         """See `ProgramEpisodes`. Raises EnvironmentProblem where too many episodes fail."""
         found = []
-        for session, future in zip(self.sessions, self.results, strict=True):
+        for session, future in zip(self.sessions, self.futures, strict=True):
             error = future.exception()
             if error is not None and not isinstance(error, EpisodeFailure):
                 raise error
@@ -177,7 +174,7 @@ class AgentEpisodes:
 
     def close(self) -> None:
         """See `ProgramEpisodes`; programs that still run are killed."""
-        for session, future in zip(self.sessions, self.results, strict=True):
+        for session, future in zip(self.sessions, self.futures, strict=True):
             session.is_closed = True
             future.cancel()
             del self.owner.sessions[session.key]

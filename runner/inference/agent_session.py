@@ -106,13 +106,13 @@ def comparable(message: Message) -> Any:
     return rest, text, calls
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class WaitingCall:
-    """A call that waits for its turn since `since`."""
+    """A call that waits for its turn; is_taken: it is being sampled."""
 
     call: PolicyCall
     future: Future[Rollout | None]
-    since: float
+    is_taken: bool = False
 
 
 @dataclass(slots=True)
@@ -128,9 +128,9 @@ class Waiting:
     changed: Condition = field(default_factory=Condition)
 
     def is_complete(self) -> bool:
-        """Whether each program that runs waits for the policy, or all have ended."""
-        episodes = {one.call.episode for one in self.calls}
-        return self.running <= episodes and (bool(episodes) or not self.unfinished)
+        """Whether there are new calls, and each program that runs waits for the policy, or all have ended."""
+        is_new = any(not one.is_taken for one in self.calls)
+        return self.running <= {one.call.episode for one in self.calls} and (is_new or not self.unfinished)
 
 
 class AgentSession:

@@ -126,15 +126,16 @@ class PolicyCall:
 class ProgramEpisodes(Protocol):
     """Episodes of programs that call the policy, by their numbers."""
 
-    # What waits for a turn, soon perhaps nothing; None = all programs have ended
-    def next_calls(self) -> list[PolicyCall] | None: ...
+    # New calls, perhaps none; waits up to so many seconds until each program that runs waits for the policy. None = all
+    # programs have ended
+    def next_calls(self, wait_s: float) -> list[PolicyCall] | None: ...
 
-    # rollouts: None = the prompt leaves no room for a token
-    def answer(self, calls: Sequence[PolicyCall], rollouts: Sequence[Rollout | None]) -> None: ...
+    # rollout: None = the prompt leaves no room for a token
+    def answer(self, call: PolicyCall, rollout: Rollout | None) -> None: ...
 
-    def finish(self) -> list[EpisodeResult]: ...  # of every episode, once
+    def results(self) -> list[EpisodeResult]: ...  # of every episode, once, after the end of all
 
-    def close(self) -> None: ...  # also of episodes that are not finished
+    def close(self) -> None: ...  # also of episodes that have not ended
 
 
 class ProgramEnvironments(Protocol):

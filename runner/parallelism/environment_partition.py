@@ -10,7 +10,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -165,29 +165,31 @@ class PartitionedPrograms:
     mine: ProgramEpisodes
     count: int
     peers: RankCollectives
+    own_calls: dict[tuple[int, str], PolicyCall] = field(default_factory=dict)  # as `mine` numbers them
 
-    def next_calls(self) -> list[PolicyCall] | None:
-        """See `ProgramEpisodes`."""
-        size = self.peers.size
+    def next_calls(self, wait_s: float) -> list[PolicyCall] | None:
+        """See `ProgramEpisodes`; collective."""
+        size, rank = self.peers.size, self.peers.rank
 
         def work(_: list[int]) -> list[list[PolicyCall] | None]:
-            calls = self.mine.next_calls()
-            return [calls and [replace(call, episode=call.episode * size + self.peers.rank) for call in calls]]
+            if (own := self.mine.next_calls(wait_s)) is None:
+                return [None]
+            calls = [replace(call, episode=call.episode * size + rank) for call in own]
+            self.own_calls.update({(one.episode, one.key): call for one, call in zip(calls, own, strict=True)})
+            return [calls]
 
         ranks = run_partitioned(self.peers, range(size), work)
         return None if all(calls is None for calls in ranks) else [call for calls in ranks for call in calls or ()]
 
-    def answer(self, calls: Sequence[PolicyCall], rollouts: Sequence[Rollout | None]) -> None:
+    def answer(self, call: PolicyCall, rollout: Rollout | None) -> None:
         """See `ProgramEpisodes`; all ranks pass the same."""
-        size = self.peers.size
-        mine = [at for at, call in enumerate(calls) if call.episode % size == self.peers.rank]
-        own = [replace(calls[at], episode=calls[at].episode // size) for at in mine]
-        self.mine.answer(own, [rollouts[at] for at in mine])
+        if (own := self.own_calls.pop((call.episode, call.key), None)) is not None:
+            self.mine.answer(own, rollout)
 
-    def finish(self) -> list[EpisodeResult]:
-        """See `ProgramEpisodes`."""
+    def results(self) -> list[EpisodeResult]:
+        """See `ProgramEpisodes`; collective."""
         owners = [at % self.peers.size for at in range(self.count)]
-        return run_partitioned(self.peers, owners, lambda _: self.mine.finish())
+        return run_partitioned(self.peers, owners, lambda _: self.mine.results())
 
     def close(self) -> None:
         """See `ProgramEpisodes`; not collective."""
