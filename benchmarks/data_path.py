@@ -1,6 +1,7 @@
 """Processor time of the data path for a token of the global batch: reading, packing, counting, partition among ranks.
 
     python benchmarks/data_path.py [--ranks 64] [--kind sft] [--json]
+    python benchmarks/data_path.py --batch-size 64 --steps 1 --rows 40000    # memory with a cache of 210 MB
 
 One process plays a rank of a job of so many ranks: of each step it takes the rows, makes the batch with its totals and
 counts its operations, as every rank does, and lays out its own micro-batches. The global batch is the same for any
@@ -102,28 +103,38 @@ def measure(data: TokenizedData, kind: str, batch_size: int, ranks: int, steps: 
     return statistics.median(found[2:])
 
 
+def private_mb() -> int:
+    """Resident memory of this process (MB) without the pages of files."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) // 1024
+
+
 def main() -> None:
     """Print the figures of 1, 8 and --ranks ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--kind", choices=("sft", "pairs"), default="sft")
     parser.add_argument("--batch-size", type=int, default=1024, help="rows of a step")
+    parser.add_argument("--rows", type=int, help="rows of the cache; four steps if not given")
     parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest row; the shortest has 64")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        data = make_data(Path(folder), args.kind, 4 * args.batch_size, args.longest)
+        data = make_data(Path(folder), args.kind, args.rows or 4 * args.batch_size, args.longest)
         found = {
             ranks: round(measure(data, args.kind, args.batch_size, ranks, args.steps), 2)
             for ranks in sorted({1, min(8, args.ranks), args.ranks})
         }
+    own_mb = private_mb()
     if args.json:
-        print(json.dumps({"kind": args.kind, "ns_per_global_token": {str(ranks): ns for ranks, ns in found.items()}}))
+        figures = {"ns_per_global_token": {str(ranks): ns for ranks, ns in found.items()}, "own_mb": own_mb}
+        print(json.dumps({"kind": args.kind, **figures}))
     else:
         for ranks, nanoseconds in found.items():
             print(f"{ranks} ranks: {nanoseconds} ns of processor time on each rank for a token of the global batch")
+        print(f"{own_mb} MB of memory of its own, beside the pages of the cache that it shares with other ranks")
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class UnreadTokens(Mapping[str, Tensor]):
 
 
 def unread_batch(rows: Mapping[str, Tensor], read: ReadUnits) -> Batch:
-    """A batch of which units are read when they are needed. rows: row channels, units numbered from 0."""
+    """A batch whose units are read when they are needed. rows: row channels, units numbered from 0."""
     return Batch(UnreadTokens(np.arange(int(rows["unit"][-1]) + 1), rows, read, {}), rows)
 
 
@@ -155,7 +155,7 @@ def pack(ids: Sequence[Row], weights: Sequence[Row], branches: Sequence[Sequence
 
 
 def flatten_weighted(ids: Sequence[Row], weights: Sequence[Row]) -> dict[str, Tensor]:
-    """The channels `ids` and `weight` of units end to end; the weight of each one's first token is set to 0."""
+    """The channels `ids` and `weight` of units end to end; the weight of a unit's first token is 0."""
     weight = flatten_rows(weights, np.float32)
     weight[[0, *accumulate(map(len, ids[:-1]))]] = 0.0
     return {"ids": flatten_rows(ids), "weight": weight}
@@ -263,9 +263,10 @@ def prefixes(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Footprints:
-    """What units take up on a device, int64 [units]: their tokens or, padded, one row per path as long as the longest.
+    """What units take up on a device, int64 [units].
 
-    patches: of their images, which the vision part computes beside the tokens; paths, longest: None without padding
+    tokens: without padding; paths, longest: with it every path is a row as long as the longest; else None
+    patches: of their images, which the vision part computes beside the tokens
     """
 
     tokens: NDArray[np.int64]
@@ -282,7 +283,7 @@ class Footprints:
         return Footprints(self.tokens[units], self.patches[units], self.paths[units], self.longest[units])
 
     def slots(self) -> NDArray[np.int64]:
-        """The slots (tokens, padding and patches) of the first unit, of the first two together, … of all, [units]."""
+        """Slots (tokens, padding, patches) of the first unit, of the first two together, … of all, [units]."""
         if self.paths is None or self.longest is None:
             return np.cumsum(self.tokens + self.patches)
         padded = np.cumsum(self.paths) * np.maximum.accumulate(self.longest)

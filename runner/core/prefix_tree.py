@@ -67,7 +67,7 @@ def pack_trees(trees: Sequence[Tree], *, share: bool = True, most_tokens: int | 
     channels: dict[str, list[Row]] = {name: [] for name in ("ids", *names)}
     units = 0
     for number, tree in enumerate(trees):
-        prompt, zeros = np.asarray(tree.prompt), np.zeros(len(tree.prompt))
+        prompt, zeros = np.asarray(tree.prompt, np.int64), np.zeros(len(tree.prompt))
         joined = share and len(prompt) > 0
         for part in _parts(tree, share, most_tokens):
             if joined:

@@ -1,4 +1,4 @@
-"""Files in the cache of tokenized data: who writes them, what becomes of errors, and checksums computed once.
+"""Files in the cache of tokenized data: locks, errors, and checksums that are computed once.
 
 NAME            a folder of columns, or a note on a data file: what the file system said of it, and its sha256
 .NAME.lock      held while it is made or checked
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 from runner.core.errors import StorageError
@@ -23,7 +23,7 @@ SETTLED_S = 2.0  # a file that was changed later than this may change again with
 
 @contextmanager
 def cache_lock(path: Path) -> Iterator[None]:
-    """Let one process of a machine at a time have a path of the cache: ranks of a job need the same one at once.
+    """Lock a path of the cache, which the ranks of a job need at the same time.
 
     Raises StorageError where the cache cannot be written.
     """
@@ -54,7 +54,7 @@ def file_digest(path: Path, notes: Path | None) -> str:
         return sha256(path)
     note = notes / hashlib.blake2b(os.fsencode(path.absolute()), digest_size=16).hexdigest()
     with cache_lock(note):
-        state, begin = " ".join(map(str, file_state(path))), time.time()
+        state, begin = " ".join(map(str, file_state(path))), datetime.now().timestamp()
         known, _, digest = note.read_text().rpartition(" ") if note.exists() else ("", "", "")
         if known != state:
             digest = sha256(path)

@@ -238,7 +238,7 @@ class HeldOut:
         return min(self.total, self.limit or self.total)
 
     def spots(self) -> NDArray[np.int64]:
-        """(table, row) of the first rows of each table, as many as are used, by the tables' sizes, int64 [n, 2]."""
+        """(table, row), int64 [n, 2], of the first rows of each table, as many as its size has a share of."""
         counts = apportion([len(table) for table in self.tables], len(self))
         return np.array([(table, row) for table, count in enumerate(counts) for row in range(count)])
 

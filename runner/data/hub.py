@@ -31,7 +31,7 @@ class HubSource:
     content: str = ""  # hash of a stream's files
 
     def digest(self, notes: Path | None = None) -> str:
-        """sha256 over the Arrow files that `datasets` keeps, and the rows that the split takes; see `file_digest`."""
+        """sha256 over the Arrow files of `datasets` and the rows of the split; notes: see `file_digest`."""
         if isinstance(self.table, datasets.IterableDataset):
             return hashlib.sha256(f"{self.name} {self.content}".encode()).hexdigest()
         if not self.table.cache_files:  # held in memory: there is nothing but the rows

@@ -130,7 +130,9 @@ class SourcePreparation:
         if reads_date(self.tokenizer):
             chat["date"] = self.chat.date or today()
         images = [reader.how, self.config.media_root] if (reader := images_of(self.tokenizer)) else []
-        return digest(self._content(source), tokenizer_digest(self.tokenizer), reading, options, chat, *side, *images)
+        return digest(
+            self._source_digest(source), tokenizer_digest(self.tokenizer), reading, options, chat, *side, *images
+        )
 
     def table(self, portion: DataSplit, key: str) -> tuple[TokenizedTable, Summary]:
         """The portion's table, from the cache where it is; what was found in the rows is said either way."""
@@ -152,10 +154,10 @@ class SourcePreparation:
         if config.holdout is None:
             return None
         keys = {f"{source.key}={source.name}": partial(self._row_keys, source) for source in sources}
-        content = digest([self._content(source) for source in sources])
+        content = digest([self._source_digest(source) for source in sources])
         return Holdout(config.holdout, keys, content, config.holdout_group)
 
-    def _content(self, source: RowSource) -> str:
+    def _source_digest(self, source: RowSource) -> str:
         return source.digest(self.cache_dir / "digests" if self.config.cache else None)
 
     def _row_keys(self, source: RowSource) -> set[int]:

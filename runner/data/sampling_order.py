@@ -43,12 +43,12 @@ class RefillOrders:
         self._refill = lru_cache(maxsize=8)(lambda round: make(derive_seed(seed, "refill", round), True))
 
     def take(self, step: int, count: int, round: int = 0) -> NDArray[np.int64]:
-        """(source, item of the source), int64 [count, 2], at the positions step·count … of the round's order."""
+        """(source, item of it), int64 [count, 2], at the positions step·count … of the round's order."""
         return take_items(self._refill(round) if round else self._first, step, count)
 
 
 def take_items(order: ItemOrder, step: int, count: int) -> NDArray[np.int64]:
-    """(source, item of the source), int64 [count, 2], at the positions step·count … step·count + count − 1."""
+    """(source, item of it), int64 [count, 2], at `count` positions from step·count."""
     return order.items_at(np.arange(step * count, (step + 1) * count))
 
 

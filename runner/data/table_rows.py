@@ -1,4 +1,4 @@
-"""Rows of tables as items of a kind; what is known of all of them comes from the index, their tokens are read later.
+"""Rows of tables as items: sizes come from the index, tokens are read when they are needed.
 
 Legend: U rows, each a spot (table, row of the table): int64 [U, 2].
 """

@@ -17,7 +17,7 @@ from runner.core.media import MEDIA_ID
 from runner.interfaces.sampling import LabeledCompletion, PreferencePair, TokenizedExample
 
 T = TypeVar("T")
-Numbers = Sequence[float] | NDArray[np.integer]
+Numbers = Sequence[float] | NDArray[np.generic]
 
 
 class UnreadRows(Sequence[T]):

@@ -40,7 +40,7 @@ from runner.algorithm.preference import losses as formulas
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.preference.losses import bradley_terry
 from runner.algorithm.sft import PackedAlgorithm
-from runner.core.batch import Batch, flatten_rows, row_sum, unread_batch, with_totals
+from runner.core.batch import Batch, Row, flatten_rows, row_sum, unread_batch, with_totals
 from runner.core.metrics import Metrics
 from runner.interfaces import LOGPROBS, LabeledCompletion, Loss, Model, Outputs, PreferencePair, Role, TokenizedAnswers
 from runner.interfaces.learning import AlgorithmInputs
@@ -84,13 +84,15 @@ def pack_answers(rows: TokenizedAnswers, picks: NDArray[np.int64], *, share: boo
     found["trained"] = sizes[:, branch + 1] * (branch >= 0)
     layout = {name: torch.from_numpy(np.broadcast_to(one, lengths.shape).flatten()) for name, one in found.items()}
     media = rows.media[picks[:, 0]]
-    if share or not media.any():  # else the images of a repeated prompt are counted in the ids
+    is_whole = share or (num_parts == 2 and bool((picks == picks[:, :1]).all()))  # each row of data once in its unit
+    if is_whole or not media.any():  # else images are counted in the ids
         layout["media"] = torch.from_numpy((media[:, None] * (branch == branch[0])).flatten())
 
     def read(units: NDArray[np.int64]) -> Mapping[str, Tensor]:
-        ids = [
-            rows.read(row)[part] for unit in units for part, row in zip(order, picks[unit, order].tolist(), strict=True)
-        ]
+        ids = list[Row]()
+        for unit in units.tolist():
+            parts = {row: rows.read(row) for row in set(picks[unit].tolist())}
+            ids += [parts[row][part] for part, row in zip(order, picks[unit, order].tolist(), strict=True)]
         trained = np.tile(np.array(order) > 0, len(units))
         weight = np.repeat(trained.astype(np.float32), list(map(len, ids)))
         return {"ids": flatten_rows(ids), "weight": torch.from_numpy(weight)}
