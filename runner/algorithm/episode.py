@@ -180,7 +180,7 @@ class EpisodeRunner:
 
 
 class EpisodesInPlay:
-    """Episodes as a `RequestSource`: the next turn of each is to be sampled as soon as the last one has its reply.
+    """Episodes as a `RequestSource`: the next turn of each is sampled when the last one has its reply.
 
     lockstep: not before all episodes have theirs
     """
@@ -218,7 +218,10 @@ class EpisodesInPlay:
             self._batch.submit(number, episode.text, self._is_last(number))
 
     def _receive(self, wait: bool) -> None:
-        """Add the replies that have come; wait: until an episode continues, in lockstep until each has its reply."""
+        """Add the replies that have come.
+
+        wait: until an episode continues, in lockstep until each has its reply
+        """
         while self._in_step:
             waits = wait and (self._lockstep or not self._ready)
             for number, reply in self._batch.replies(WAIT_S if waits else 0.0):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -207,8 +207,7 @@ def build(
     _precompute_references(spec, models, algorithm, data, decide, outlets.say)
     publisher = _publisher(spec, folder, sampler, models, world)
     judges = EvaluationRewards(spec, rewards, reward)
-    evaluated = environments and replace(environments, peers=world.world_peers, record=None)
-    here = (evaluated, decide, extend, judges.build, builder)
+    here = (environments and environments.for_evaluation(world.world_peers), decide, extend, judges.build, builder)
     evaluate = _build_evaluation(spec, data, models, algorithm, world, here)
     activity = DeviceStats(device.stats_readers(), spec.watch.device_stats_interval_s)
     own = _plugin_callbacks(spec, folder, model, outlets, place, decide)

@@ -39,6 +39,7 @@ class Kind:
     engine_graphs: whether a vLLM engine captures graphs there; engine_options: "module:attribute", the function that
     says what an engine is built with there beside what all are: (environment, sleeps, experts) → keywords of vllm.LLM
     engine_keeps_experts: whether an engine that sleeps has its experts again as it wakes
+    engine_batch_invariant: whether vLLM has batch-invariant kernels for it
     The processor has none of gres, visible, names, unread, nodes and allocator.
     """
 
@@ -62,6 +63,7 @@ class Kind:
     engine_graphs: bool = False
     engine_options: str | None = None
     engine_keeps_experts: bool = True
+    engine_batch_invariant: bool = False
 
     @property
     def backend(self) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, Problem, SpecError
+from runner.core.errors import CheckpointError, EnvironmentProblem, Problem, SpecError
 from runner.data.config import ChatConfig
 from runner.device.process_setup import load_torch, set_environment
 from runner.model.model_folder import (
@@ -340,9 +340,8 @@ def load_run(
         raise CheckpointError(f"{display_path(folder.root)}: no best checkpoint; {why}")
     loaded = store.load(step)
     if loaded is None:
-        raise CheckpointError(
-            f"{display_path(folder.root)}: no checkpoint was written yet; {_next_step_hint(folder, spec)}"
-        )
+        hint = folder.next_step_hint(min(spec.checkpoint.every or spec.steps, spec.steps))
+        raise CheckpointError(f"{display_path(folder.root)}: no checkpoint was written yet; {hint}")
     check_spec_unchanged(spec, loaded.state["identity"], free=SETTABLE)
     device = build.build_device(spec, decide)
     role, head = next(iter(spec.algorithm.trained_models().items()))
@@ -352,18 +351,6 @@ def load_run(
     load_parameters(model.trainable(), loaded.state[role]["tensors"])
     model.eval()
     return model, loaded
-
-
-def _next_step_hint(folder: RunFolder, spec: JobSpec) -> str:
-    """What to do about a run without a checkpoint."""
-    known = read_mapping(folder.status)
-    resume = f"continue it with: run resume {display_path(folder.root)}"
-    if known.get("state") == "running":
-        first = min(spec.checkpoint.every or spec.steps, spec.steps)
-        return f"if it is running, the first one comes after step {first}; if it was killed, {resume}"
-    if known.get("exit_code") in (SpecError.exit_code, DataError.exit_code):
-        return f"it failed: {str(known.get('error')).splitlines()[0]}; correct that and start a new run"
-    return resume
 
 
 def _attach_adapters(model: TrainableModel, source: ModelSource) -> tuple[TrainableModel, dict[str, str]]:

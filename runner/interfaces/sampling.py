@@ -238,14 +238,14 @@ class RequestSource(Protocol):
 
 
 def sample_in_waves(sample: Callable[[Sequence[Request]], list[Rollout]], source: RequestSource) -> None:
-    """Answer a source's requests: all that have arrived at once, then those that have arrived meanwhile, …"""
+    """Answer a source's requests: all that have arrived, then those that have meanwhile, …"""
     while arrived := source.take(wait=True):
         for (number, _), rollout in zip(arrived, sample([request for _, request in arrived]), strict=True):
             source.answer(number, rollout)
 
 
 def sample_from(sampler: Any, source: RequestSource) -> None:
-    """Answer a source's requests: they join the running batch of a `ContinuousSampler`, others sample in waves."""
+    """Answer a source's requests: in the running batch of a `ContinuousSampler`, else in waves."""
     if isinstance(sampler, ContinuousSampler):
         sampler.sample_continuously(source)
     else:

@@ -145,11 +145,12 @@ def chunked_logprobs(
     *,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(targets | hidden), and with `entropy` that of p(· | hidden) in nats; differentiable in hidden and head.
+    """log p(targets | hidden), and with `entropy` that of p(· | hidden) in nats.
 
-    hidden [S, H], targets int64 [S]; `compute` is the data type of the matrix products (None: that of the
-    weight); `temperature` float [S] divides the logits, in float32 or better (None: 1). Returns [S] in float32
-    (float64 for a float64 head). Entropies cost two passes over the chunk's log-probabilities, and as much memory.
+    Differentiable in hidden and head. hidden [S, H], targets int64 [S]; `compute` is the data type of the matrix
+    products (None: that of the weight); `temperature` float [S] divides the logits, in float32 or better (None: 1).
+    Returns [S] in float32 (float64 for a float64 head). Entropies cost two passes over the chunk's log-probabilities,
+    and as much memory.
     """
     if not is_plain_linear(head):
         return _checkpointed_chunks(head, hidden, targets, chunk, temperature, entropy)
@@ -185,7 +186,7 @@ def chunked_logprob_loss(
 
 
 def logprobs_and_entropy(logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """logits [S, V], targets int64 [S] → log-softmax at the targets; if asked, entropy; [S], float32 or better."""
+    """logits [S, V], targets int64 [S] → log-softmax at the targets, entropy if asked; [S], float32 up."""
     log_softmax = ALL_IDS.log_softmax(logits)
     return ALL_IDS.gather_targets(log_softmax, targets), _entropy(log_softmax) if entropy else None
 

@@ -68,6 +68,10 @@ class PartitionedEnvironments:
         """See `Environments`."""
         return self.inner.max_episode_tokens
 
+    def for_evaluation(self, peers: RankCollectives) -> PartitionedEnvironments:
+        """The same for evaluations, of which nothing is recorded, by the thread that has `peers`."""
+        return replace(self, peers=peers, record=None)
+
     def start_episodes(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> PartitionedEpisodes:
         """See `Environments`; all ranks start the same episodes."""
         batches: list[EpisodeBatch] = []
@@ -107,7 +111,7 @@ class PartitionedEpisodes:
         owner: PartitionedEnvironments,
         seeds: Sequence[int],
     ) -> None:
-        """begun: the numbers of the episodes that were started; the i-th is the (i // size)-th of rank i % size."""
+        """begun: the episodes that were started; the i-th is the (i // size)-th of rank i % size."""
         self.starts, self._begun, self._mine, self._owner, self._seeds = starts, begun, mine, owner, seeds
         self._peers, self._places = owner.peers, {at: i for i, at in enumerate(begun)}
 
@@ -197,9 +201,10 @@ class PartitionedPrograms:
 
 
 class FailureRecord:
-    """Episodes that were left out, by seed, in a file of rank 0: whether a tool is too slow is another time's chance.
+    """Episodes that were left out, by seed, in a file of rank 0.
 
-    Episodes with the same seed are told apart by their order.
+    A tool that was too slow may be fast when the step is repeated. Episodes with the same seed are told apart by their
+    order.
     """
 
     def __init__(self, path: Path) -> None:

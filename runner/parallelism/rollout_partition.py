@@ -57,7 +57,7 @@ class PartitionedSampler(SamplerWrapper):
         return [placed[at] for at in range(len(requests))]
 
     def sample_continuously(self, source: RequestSource) -> None:
-        """See `ContinuousSampler`; several ranks sample in waves, for which all of them ask."""
+        """See `ContinuousSampler`; several ranks sample in waves."""
         if self._peers.size > 1:
             sample_in_waves(self.sample, source)
         else:

@@ -22,7 +22,7 @@ from typing import Any, overload
 import yaml
 
 from runner.core import file_lock, fsync_io
-from runner.core.errors import EnvironmentProblem, StorageError
+from runner.core.errors import DataError, EnvironmentProblem, SpecError, StorageError
 from runner.core.file_lock import FileLock
 from runner.core.untrusted_text import check_yaml, parse_json
 from runner.spec.saved_spec import SavedSpec, translate_spec
@@ -109,6 +109,15 @@ class RunFolder:
     def stacks(self) -> Path:
         """Every thread's stack, of steps that took too long."""
         return self.ranks / f"{self.rank}.stacks" if self.rank else self.root / "stacks.log"
+
+    def next_step_hint(self, first: int) -> str:
+        """What to do about a run without a checkpoint, whose first one comes after the step `first`."""
+        known, resume = read_mapping(self.status), f"continue it with: run resume {display_path(self.root)}"
+        if known.get("state") == "running":
+            return f"if it is running, the first one comes after step {first}; if it was killed, {resume}"
+        if known.get("exit_code") in (SpecError.exit_code, DataError.exit_code):
+            return f"it failed: {str(known.get('error')).splitlines()[0]}; correct that and start a new run"
+        return resume
 
 
 def create_run_folder(name: str, outputs: Path = OUTPUTS) -> RunFolder:

@@ -63,7 +63,7 @@ class RolloutJournal(SamplerWrapper):
         return [found[at] for at in range(len(requests))]
 
     def sample_continuously(self, source: RequestSource) -> None:
-        """See `ContinuousSampler`; several ranks sample in waves, for which all of them ask. Raises as `sample`."""
+        """See `ContinuousSampler`; several ranks sample in waves. Raises as `sample`."""
         if self._peers.size > 1:
             sample_in_waves(self.sample, source)
         else:

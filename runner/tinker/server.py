@@ -96,7 +96,7 @@ class Leader:
         self._everywhere(STOP)
 
     def _save_clients(self, say: Callable[[str], None]) -> None:
-        for target in self._service.unsaved():
+        for target in self._service.signal_checkpoints():
             try:
                 self._everywhere("save", target, True, None, None)
                 say(f"saved    {target}")

@@ -232,7 +232,7 @@ class TrainingService:
         if groups is not None:
             tenant.saved = tenant.steps
 
-    def unsaved(self) -> list[CheckpointPath]:
+    def signal_checkpoints(self) -> list[CheckpointPath]:
         """Where training clients that have made steps since their last state are saved at a signal."""
         found = {id: one.steps for id, one in self._tenants.items() if one.steps != one.saved}
         return [CheckpointPath(id, "weights", f"signal-{steps:06d}") for id, steps in found.items()]

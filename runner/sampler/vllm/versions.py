@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
+from runner.core.device_kinds import find_kind
 from runner.core.errors import EnvironmentProblem
 
 if TYPE_CHECKING:  # whose import is that of torch
@@ -47,7 +48,7 @@ def check_match(match: str, found: Version, device: str) -> None:
     """Raise EnvironmentProblem where this vLLM does not have the options of `sampler.match`."""
     if match == "fp32_head" and found < FP32_HEAD:
         text = f"vLLM {found} may ignore a float32 head; {FP32_HEAD} has it"
-    elif match == "batch_invariant" and device != "cuda":
+    elif match == "batch_invariant" and not find_kind(device).engine_batch_invariant:
         text = f"vLLM has no batch-invariant kernels for {device} that come with its packages"
     else:
         return
