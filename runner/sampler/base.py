@@ -19,7 +19,7 @@ class SamplerConfig(ComponentConfig):
     engine: ClassVar[bool] = False  # it has weights of its own, under the names that a model on the hub has them by
     served: ClassVar[bool] = False  # it runs already, outside of the job
     shares_model: ClassVar[bool] = False  # it samples from the model itself: the trainer's, or a copy of it
-    lacks_experts: ClassVar[str] = ""  # why it does not return the experts of its tokens, where it does not
+    lacks_experts: ClassVar[str] = "it samples nothing"  # why it does not return the experts of its tokens
 
     @property
     def starts_engine(self) -> bool:
