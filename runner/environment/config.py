@@ -80,9 +80,9 @@ def command_problems(key: str, command: str) -> list[tuple[str, str]]:
     """What is wrong with the URL of a server or the words of a command."""
     try:
         wrong = address_problem(command, "/PATH") if is_url(command) else None
-        shlex.split(command)
+        wrong = wrong or (None if shlex.split(command) else "no program is named")
     except ValueError as error:
-        wrong = f"the words of the command cannot be told apart: {error}"
+        wrong = f"invalid shell quoting: {error}"
     return [] if wrong is None else [(key, wrong)]
 
 
@@ -97,7 +97,7 @@ def check_program(key: str, command: str) -> None:
     """Raise SpecError where the program of a command is missing."""
     program = shlex.split(command)[0]
     if not is_url(command) and not shutil.which(program):
-        raise SpecError([Problem(key, f"no program '{program}'; set one that can be executed")])
+        raise SpecError([Problem(key, f"program '{program}' not found on PATH; set an executable command")])
 
 
 class ToolEnvironmentConfig(EnvironmentConfig):
@@ -114,11 +114,13 @@ class ToolEnvironmentConfig(EnvironmentConfig):
         default=30.0, gt=0, description="Timeout in seconds for the calls of one turn; then the episode is left out."
     )
     max_wait_s: float | None = Field(
-        default=None, gt=0, description="Leave out the episodes that a step has waited for alone for so many seconds."
+        default=None,
+        gt=0,
+        description="Seconds to wait for the last episodes alone, before they are left out.",
     )
     lockstep: bool = Field(
         default=False,
-        description="Sample the next turns when all episodes have their replies: slower, but every run is the same.",
+        description="Wait for all replies before the next turns: slower, the same bytes in every run.",
     )
     workers: int = Field(default=64, ge=1, description="Number of episodes of a rank that run calls at the same time.")
     max_failures: int = Field(
@@ -182,9 +184,11 @@ class AgentEnvironmentConfig(EnvironmentConfig):
     env: tuple[str, ...] = Field(
         default=(), strict=False, description="Further environment variables that are passed to the command."
     )
-    max_turns: int = Field(default=64, ge=2, description="Maximum turns that a program may request of the policy.")
+    max_turns: int = Field(default=64, ge=2, description="Maximum completions that a program may request per episode.")
     timeout_s: float = Field(
-        default=300.0, gt=0, description="Timeout in seconds of an episode, without waiting for the policy."
+        default=300.0,
+        gt=0,
+        description="Timeout in seconds of an episode; time spent waiting for the policy does not count.",
     )
     workers: int = Field(default=32, ge=1, description="Number of programs of a rank that run at the same time.")
     max_failures: int = Field(

@@ -126,7 +126,9 @@ class FunctionEnvironments:
     def _with_tools(self, prompt: Prompt, words: str | None) -> Prompt:
         """The prompt with the tools, and what `reset` said at the end of its last message, as in TRL."""
         if prompt.messages is None:
-            raise EnvironmentProblem("environment=function needs prompts that are messages, and these are plain text")
+            raise EnvironmentProblem(
+                f"environment={self.config.name} needs chat prompts (messages); the data has plain text"
+            )
         *before, last = map(dict, prompt.messages)
         if words is not None:
             text = {"type": "text", "text": words}
@@ -196,7 +198,7 @@ class FunctionEpisodes:
         late = wait(self._ending.values(), self.owner.config.max_wait_s).not_done
         for number, future in self._ending.items():
             if future in late:
-                self.episodes[number].fail(EpisodeFailure("too slow", "its score takes too long"))
+                self.episodes[number].fail(EpisodeFailure("too slow", "no score within environment.max_wait_s"))
         found = {at: future.result() for at, future in self._ending.items()}
         for episode in self.episodes:
             self.owner.failures.record(episode.failure)

@@ -56,7 +56,7 @@ class EpisodeProcess:
             text = f"no reply within environment.timeout_s={timeout_s:g}; its process was killed"
             raise EpisodeFailure("timeout", text) from error
         except ValueError as error:
-            raise EpisodeFailure("wrong reply", f"what arrived is no reply: {error}") from error
+            raise EpisodeFailure("wrong reply", f"invalid reply: {error}") from error
         reply: dict[str, Any] = replies[0]
         if "failed" in reply:
             raise EpisodeFailure(reply["failed"], reply["message"], reply["trace"])

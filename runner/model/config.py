@@ -61,8 +61,8 @@ class ModelConfig(ComponentConfig):
     )
     router_replay: Literal["auto", "off", "sampler"] = Field(
         default="auto",
-        description="Experts that the routers take in training: off = their own choice; sampler = those that each "
-        "token was sampled with; auto = sampler where the two can differ.",
+        description="Router replay: off = the routers choose experts in training; sampler = use those of each token "
+        "in sampling; auto = sampler where the two can differ.",
     )
     lm_head_chunk_tokens: int = Field(
         default=2048, ge=1, description="Tokens per chunk of the LM head; logits of one chunk exist at a time."
@@ -157,7 +157,8 @@ class ModelConfig(ComponentConfig):
             yield "quantized weights cannot be trained; type adapter=lora, or leave model.quantization out"
         elif job.adapter.needs_whole_layers:
             option = job.adapter.needs_whole_layers
-            yield f"{option} reads the norms of the base's weights, which is not tested quantized; leave {option} out"
+            text = f"{option} reads the norms of the base's weights, which is not tested with quantized weights"
+            yield f"{text}; leave {option} out"
         if reason := job.device.quantization_problem():
             yield f"{reason}; leave it out: LoRA on a bfloat16 base"
         sizes = [name for name in _parallel_sizes(job) if name != "dp_replicate"]
@@ -165,7 +166,7 @@ class ModelConfig(ComponentConfig):
             kind = ", ".join(f"parallelism.{name}" for name in sizes) or f"parallelism={job.parallelism.name}"
             yield f"{kind} cuts weights, and a quantized one cannot be cut; type parallelism=ddp"
         if job.sampler.weights_to_send() == ("adapter",):
-            text = "the server's base is not quantized, so the adapter would meet other numbers there"
+            text = "the server's base is not quantized, so the adapter would run on different base weights"
             yield f"{text}; type sampler.weight_sync=reload"
         if self.compile:
             yield "is not tested with torch.compile; leave model.compile out"

@@ -125,12 +125,14 @@ def quantize_layers(module: Any, device: torch.device, scheme: Scheme, decide: D
     """
     require_bitsandbytes(scheme)
     if device.type == NPU.name:
-        raise EnvironmentProblem(f"model.quantization={scheme}: not on an NPU, which was chosen here; leave it out")
+        raise EnvironmentProblem(
+            f"model.quantization={scheme}: not supported on an NPU (chosen by device=auto); leave it out"
+        )
     wide = set(float32_modules(module))
     parts = [part for block in decoder_blocks(module, ()) for part in block.modules()]
     linears = [part for part in parts if type(part) is nn.Linear and part not in wide]
     if not linears:
-        text = f"model.quantization={scheme}: {type(module).__name__} has no linear layers in a decoder that it names"
+        text = f"model.quantization={scheme}: {type(module).__name__} has no linear layers in its decoder blocks"
         raise EnvironmentProblem(f"{text}; leave it out")
     before = sum(parameter.nbytes for parameter in module.parameters())
     fused = sum(p.nbytes for part in parts for p in part._parameters.values() if p is not None and p.dim() == 3)

@@ -113,10 +113,10 @@ def build_environment(config: EnvironmentRewardConfig, **_: Any) -> GroupScorer:
     def rate(completion: Completion) -> float:
         score = None if completion.environment is None else completion.environment.score
         if score is None:
-            raise UnscorableError("no score", "the environment gave the episode no score (method score())")
+            raise UnscorableError("no score", "the environment gave the episode no score")
         return score
 
-    remedy = "give the environment's class a method score() that returns a number"
+    remedy = 'let score() return a number, or the program print {"reward": NUMBER} as its last line'
     return GroupScorer(score_each(rate), ScoringFailures("reward=environment", config.max_failures, remedy))
 
 

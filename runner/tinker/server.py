@@ -101,7 +101,7 @@ class Leader:
                 self._everywhere("save", target, True, None, None)
                 say(f"saved    {target}")
             except RunnerError as error:
-                say(f"lost     the newest steps of {target.model_id}: {error}")
+                say(f"error    not saved: the newest steps of {target.model_id}: {error}")
 
     def _everywhere(self, verb: str, *arguments: Any) -> Any:
         if self._peers.size > 1:

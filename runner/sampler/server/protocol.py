@@ -241,7 +241,7 @@ def _split_experts(experts: Array, requests: Sequence[Request], sizes: Array) ->
     """The experts of each answer. Raises InvalidAnswerError where they are not those of its tokens."""
     ends = np.cumsum([len(request.prompt) + int(size) - 1 for request, size in zip(requests, sizes, strict=True)])
     if experts.dtype != np.int16 or experts.ndim != 3 or len(experts) != ends[-1]:
-        raise InvalidAnswerError(f"{experts.dtype} {list(experts.shape)} are no experts of {ends[-1]} tokens")
+        raise InvalidAnswerError(f"{experts.dtype} {list(experts.shape)} do not match {ends[-1]} tokens")
     return np.split(experts, ends[:-1])
 
 

@@ -61,7 +61,7 @@ def test_experts_come_back_as_they_were() -> None:
     for got, wanted in zip(transfer(with_experts(0)), with_experts(0), strict=True):
         assert got.experts is not None and wanted.experts is not None and got.experts.dtype == np.int16
         np.testing.assert_array_equal(got.experts, wanted.experts)
-    with pytest.raises(InvalidAnswerError, match=r"int16 \[15, 2, 3\] are no experts of 12 tokens"):
+    with pytest.raises(InvalidAnswerError, match=r"int16 \[15, 2, 3\] do not match 12 tokens"):
         transfer(with_experts(1))
 
 
