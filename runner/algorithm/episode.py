@@ -95,7 +95,8 @@ class Episode:
 
     def completion(self, step: int) -> Completion:
         """The episode as a reward sees it after `step` steps."""
-        own = tuple(i for i, mine in zip(self.ids, self.mask, strict=True) if mine)
+        rows = (*self.extra_rows, self)
+        own = tuple(i for row in rows for i, mine in zip(row.ids, row.mask, strict=True) if mine)
         messages = None if self.prompt.messages is None else (*self.prompt.messages, *self.messages)
         return Completion(self.prompt, own, self.text, self.finish, messages, step, self.result)
 

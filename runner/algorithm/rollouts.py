@@ -89,7 +89,7 @@ class Group:
     @property
     def has_reward_variance(self) -> bool:
         """Whether at least two scored rewards differ."""
-        return has_reward_variance(self.outcomes)
+        return len({one.reward for one in self.played_samples if one.reward is not None}) > 1
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -290,7 +290,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     drawn = [one for group in experience.all_outcomes for one in group]
     tokens = sum(one.length for one in drawn)
     samples = [row for group in experience.groups for sample in group.samples for row in sample.rows]
-    oldest = min(sample.version for sample in samples)
+    oldest = min((sample.version for sample in samples if sample.ids), default=experience.step)
     truncation = math.fsum(sample.truncation for sample in samples)
     ages = [experience.step - version for sample in samples for version in sample.versions]
     return {

@@ -19,7 +19,7 @@ import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
 from io import BytesIO
@@ -196,15 +196,24 @@ def _damage(folder: Path, schema: pa.Schema) -> str:
     """What is damaged in a cache folder, or nothing."""
     try:
         digests = json.loads((folder / SUMMARY).read_text())["sha256"]
-        if _file_states(folder, digests) != json.loads((folder / VERIFIED).read_text()):
+        if _file_states(folder, digests) != _noted_states(folder):
             for name, wanted in digests.items():
                 if sha256(folder / name) != wanted:
                     return f"the checksum of {name} does not match"
-            _note_verified(folder, digests)
+            with suppress(OSError):  # the next start computes the checksums again
+                _note_verified(folder, digests)
         changed = next((one.path for one in _open(folder, schema).images if not _is_unchanged(one)), None)
         return f"{changed} has changed" if changed else ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _noted_states(folder: Path) -> Any:
+    """What `_note_verified` wrote; None where it cannot be read."""
+    try:
+        return json.loads((folder / VERIFIED).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _note_verified(folder: Path, names: Iterable[str]) -> None:

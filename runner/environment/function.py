@@ -171,7 +171,8 @@ class FunctionEpisodes:
             if (future := self._in_step.pop(number, None)) is not None:
                 found[number] = future.result() or EnvironmentReply(failure=failure_kind(self.episodes[number].failure))
                 end = min(end, time.monotonic() + TOGETHER_S)
-        self._waits_since = None if found or not wait_s else (self._waits_since or now)
+        is_waiting = wait_s and self._in_step and not found
+        self._waits_since = (self._waits_since or now) if is_waiting else None
         return [*found.items(), *self._too_slow()]
 
     def _too_slow(self) -> list[tuple[int, EnvironmentReply]]:

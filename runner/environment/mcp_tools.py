@@ -12,7 +12,6 @@ import asyncio
 import json
 import os
 import shlex
-from functools import partial
 from typing import Any
 
 from mcp import Client, StdioServerParameters
@@ -46,7 +45,7 @@ async def list_tools(client: Client) -> list[Any]:
 
 
 class McpTools:
-    """One episode: a connection to the server. Its attributes are the tools."""
+    """One episode: a connection to the server."""
 
     @staticmethod
     def _tool_schemas() -> list[Any]:
@@ -72,14 +71,8 @@ class McpTools:
 
         self._task = asyncio.create_task(stay_connected())
         self._client = await ready
-        self._names = {tool["function"]["name"] for tool in await list_tools(self._client)}
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._names:
-            raise AttributeError(name)
-        return partial(self._call, name)
-
-    async def _call(self, tool: str, /, **arguments: Any) -> str:
+    async def _call_tool(self, tool: str, arguments: dict[str, Any]) -> str:
         """The text of a tool's result. Raises RuntimeError with that of a tool that failed."""
         result = await self._client.call_tool(tool, arguments)
         texts = [getattr(one, "text", f"[{one.type} is not supported]") for one in result.content]

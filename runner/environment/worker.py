@@ -61,7 +61,7 @@ def tool_names(target: type) -> list[str]:
 
 
 def _schemas(target: type) -> list[Any]:
-    if own := getattr(target, "_tool_schemas", None):  # of an MCP server, whose tools are no methods
+    if own := getattr(target, "_tool_schemas", None):  # of an MCP server
         return list(own())
     from transformers.utils import chat_template_utils  # in a child, so that the episodes' processes stay small
 
@@ -159,6 +159,8 @@ class UserEpisode:
         if name not in self._tools:
             return LookupError(f"no tool {name}; tools: {', '.join(self._tools)}")
         try:
+            if call_tool := getattr(self._object, "_call_tool", None):  # of an MCP server, whose tools are no methods
+                return call_tool(name, arguments)
             return getattr(self._object, name)(**arguments)
         except Exception as error:  # as in TRL, a tool says by an exception what is wrong with a call
             return error

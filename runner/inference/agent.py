@@ -178,6 +178,9 @@ class AgentEpisodes:
             session.is_closed = True
             future.cancel()
             del self.owner.sessions[session.key]
+        with self.waiting.changed:
+            for call in self.waiting.calls:
+                call.future.cancel()
 
     def _run(self, session: AgentSession) -> EpisodeResult:
         """Run the program of an episode. Raises EpisodeFailure."""

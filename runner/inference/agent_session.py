@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from threading import Condition
+from threading import Condition, Lock
 from typing import Any
 
 from prometheus_client import Counter as MetricCounter
@@ -143,10 +143,12 @@ class AgentSession:
         self._requests: Counter[str] = Counter()  # of the same prompt
         self.is_closed = False
         self._num_waiting, self._own_s, self._since = 0, 0.0, time.monotonic()
+        self._clock = Lock()  # of these three, which two threads use
 
     def check(self) -> None:
         """Raise EpisodeFailure where the program has had its time, or nobody needs it any more."""
-        own = self._own_s + (0.0 if self._num_waiting else time.monotonic() - self._since)
+        with self._clock:
+            own = self._own_s + (0.0 if self._num_waiting else time.monotonic() - self._since)
         if self.is_closed:
             raise EpisodeFailure("closed", "the run ends")
         if own > self._config.timeout_s:
@@ -155,9 +157,10 @@ class AgentSession:
 
     def count_waiting(self, change: int) -> None:
         """A call begins or ends to wait for the policy; meanwhile the program's time stands still."""
-        now = time.monotonic()
-        self._own_s += 0.0 if self._num_waiting else now - self._since
-        self._num_waiting, self._since = self._num_waiting + change, now
+        with self._clock:
+            now = time.monotonic()
+            self._own_s += 0.0 if self._num_waiting else now - self._since
+            self._num_waiting, self._since = self._num_waiting + change, now
 
     def prepare_calls(self, body: ChatBody) -> tuple[ChatPrompt, list[PolicyCall]]:
         """The prompt of a request, and a call for each of its choices. Raises BadRequest, DataError."""

@@ -114,17 +114,27 @@ class PartitionedEpisodes:
         """begun: the episodes that were started; the i-th is the (i // size)-th of rank i % size."""
         self.starts, self._begun, self._mine, self._owner, self._seeds = starts, begun, mine, owner, seeds
         self._peers, self._places = owner.peers, {at: i for i, at in enumerate(begun)}
+        self._submitted = list[tuple[int, str, bool]]()  # of several ranks, until all of them can hear of an error
 
     def submit(self, number: int, text: str, is_last: bool) -> None:
         """See `EpisodeBatch`."""
-        if (own := self._own_number(number)) is not None:
+        if (own := self._own_number(number)) is None:
+            return
+        if self._peers.size > 1:
+            self._submitted.append((own, text, is_last))
+        else:
             self._require_mine().submit(own, text, is_last)
 
     def replies(self, wait_s: float) -> list[tuple[int, EnvironmentReply]]:
         """See `EpisodeBatch`; collective."""
 
         def work(_: list[int]) -> list[list[tuple[int, EnvironmentReply]]]:
-            said = [] if self._mine is None else self._mine.replies(wait_s if self._peers.size == 1 else POLL_S)
+            if self._mine is None:
+                return [[]]
+            for one in self._submitted:
+                self._mine.submit(*one)
+            self._submitted.clear()
+            said = self._mine.replies(wait_s if self._peers.size == 1 else min(wait_s, POLL_S))
             return [[(self._begun[own * self._peers.size + self._peers.rank], reply) for own, reply in said]]
 
         return [one for said in run_partitioned(self._peers, range(self._peers.size), work) for one in said]

@@ -326,6 +326,20 @@ def test_an_episode_that_all_others_wait_for_is_left_out_and_stays_left_out(
     assert again[0].samples[0].finish == "failed" and again[1].samples == groups[1].samples
 
 
+def test_the_time_of_sampling_is_no_waiting(play: Play) -> None:
+    """Also where another rank was asked for its replies meanwhile, and this one had nothing in step."""
+    play(SHOP, ["end"], lockstep=False, max_wait_s=0.3)
+    environments = play.builders[-1].built[-1]  # type: ignore[attr-defined]
+    messages = ({"role": "user", "content": "buy tea"},)
+    batch = environments.start_episodes([Prompt((1,), "buy tea", messages)], [0])
+    assert batch.replies(0.02) == []
+    time.sleep(0.4)
+    batch.submit(0, call("price", name="tea"), False)
+    first = batch.replies(0.0)
+    assert not any(reply.failure for _, reply in [*first, *batch.replies(5.0)])
+    batch.close()
+
+
 def test_secrets_stay_out_of_the_environment(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "canary-7f")
     source = SHOP.replace("return len(self.sold)", "import os; self.all = dict(os.environ); return 0")
@@ -476,6 +490,11 @@ from mcp.server import MCPServer
 server, stock = MCPServer("shop"), [3]
 
 @server.tool()
+def score() -> str:
+    "Named like a method that an environment may have."
+    return "no number"
+
+@server.tool()
 def buy(name: str, count: int = 1) -> str:
     "Buy things."
     if count > stock[0]:
@@ -532,5 +551,5 @@ def test_an_mcp_server_with_a_url_is_shared(play: Play, tmp_path: Path) -> None:
 def test_an_mcp_server_that_does_not_start_is_refused(play: Play) -> None:
     with pytest.raises(SpecError, match=r"environment\.server: .*cannot be used"):
         play("", [], config=McpEnvironmentConfig(server=f"{sys.executable} -c 1"))
-    with pytest.raises(SpecError, match=r"environment\.server: no program 'no-such'"):
+    with pytest.raises(SpecError, match=r"environment\.server: program 'no-such' not found"):
         play("", [], config=McpEnvironmentConfig(server="no-such server"))

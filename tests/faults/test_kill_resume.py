@@ -211,14 +211,20 @@ def respond(messages):
 """
 
 
+LAYOUTS = {
+    "one_rank": (),
+    "two_ranks": ("parallelism=ddp", "launch.devices=2"),
+    "lag_1": ("algorithm.lag=1",),
+    "two_samplers": ("launch.samplers=2",),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [(), ("algorithm.lag=1",), ("parallelism=ddp", "launch.devices=2"), ("launch.samplers=2",)]
-)
-def test_steps_that_are_repeated_play_the_same_episodes(tmp_path: Path, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_that_are_repeated_play_the_same_episodes(tmp_path: Path, layout: str) -> None:
     """Although it depends on the moment which episodes were sampled together."""
     (tmp_path / "play.py").write_text(PLAY)
-    episodes = ("environment=function", "environment.path=../play.py:respond", *more)
+    episodes = ("environment=function", "environment.path=../play.py:respond", *LAYOUTS[layout])
     ends = f"sampler.stop_token_ids={[*range(0, 256, 2)]}"  # half of what random weights write
     run = Run(tmp_path / "run", 6, ("+recipe=grpo_demo", *SAMPLED, *SMALL, *episodes, ends.replace(" ", "")))
     process = run.start(*run.job)

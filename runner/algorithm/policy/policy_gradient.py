@@ -295,9 +295,10 @@ def add_aggregation_weights(config: PolicyConfig, part: Batch, max_length: float
 
     max_length: most tokens of an answer, over the turns of an episode
     """
-    mask, row = part.tokens["weight"], row_of_tokens(part)
+    mask, row = part.tokens["weight"], episode_of_tokens(part)
     tree = part.rows["tree"][row]
-    totals = {**part.count(), "prompts": int(torch.unique(tree[mask != 0]).numel())}
+    rows, prompts = (int(one[mask != 0].unique().numel()) for one in (row, tree))
+    totals = {**part.count(), "rows": rows, "prompts": prompts}
     offered = {
         "mask": lambda: mask,
         "row": lambda: row,

@@ -123,10 +123,11 @@ def in_two_rows(sample: rollouts.RolloutSample) -> rollouts.RolloutSample:
     return replace(sample, mask=(0.0,) * half + sample.mask[half:], extra_rows=(first,))
 
 
+@pytest.mark.parametrize("mean", ["token_mean", "seq_mean_token_mean"])
 @pytest.mark.parametrize("name", ["kl", "pp", "ppo"])
-def test_an_episode_in_several_rows_is_one_sample(name: str) -> None:
+def test_an_episode_in_several_rows_is_one_sample(name: str, mean: str) -> None:
     """It enters each mean once, and time goes on from row to row, so that no gradient changes."""
-    config = VARIANTS[name].model_copy(update={"loss_aggregation": "token_mean"})
+    config = VARIANTS[name].model_copy(update={"loss_aggregation": mean})
     if "advantage" in type(config).model_fields and name == "kl":
         config = config.model_copy(update={"advantage": "opo"})
     found = []
