@@ -12,6 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from runner.core.device_kinds import KINDS
 from runner.core.errors import EnvironmentProblem
@@ -51,8 +53,14 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     folder = tmp_path / "Qwen"
     folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    write_model(folder)
     return folder
+
+
+def write_model(folder: Path) -> None:
+    """A folder that looks like a model's."""
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
 
 
 def test_it_is_started_awaited_and_stopped(model: Path, tmp_path: Path) -> None:
@@ -136,6 +144,6 @@ def test_a_run_is_served_from_its_export(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="latest has none; type: run export latest"):
         exported_source(run)
     (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "config.json").write_text('{"model_type": "qwen2"}')
+    write_model(tmp_path / "export")
     found = exported_source(run)
     assert (found.kind, found.name, found.path) == ("folder", "demo", str((tmp_path / "export").resolve()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from runner.core.errors import SpecError
 from runner.inference.model_source import resolve_model_path
@@ -32,5 +34,6 @@ def test_a_run_means_its_export(tmp_path: Path) -> None:
         resolve_model_path(str(tmp_path), "model.path")
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "config.json").write_text("{}")
+    save_file({"w": torch.zeros(1)}, tmp_path / "export" / "model.safetensors")
     for path in (tmp_path, tmp_path / "export"):
         assert resolve_model_path(str(path), "model.path") == str(tmp_path / "export")

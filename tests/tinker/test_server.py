@@ -41,12 +41,15 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def losses(client: Client, model_id: str, first: int, count: int) -> list[float]:
-    """The losses of passes and steps, all sent before the first answer."""
-    passes = []
+    """The losses of passes and steps, all sent before the first answer; all steps are done."""
+    passes, steps = [], []
     for seq in range(first, first + 2 * count, 2):
         passes.append(client.begin_pass(model_id, seq, supervised()))
-        client.begin_step(model_id, seq + 1)
-    return [client.result(one)["metrics"]["loss:sum"] for one in passes]
+        steps.append(client.begin_step(model_id, seq + 1))
+    found = [client.result(one)["metrics"]["loss:sum"] for one in passes]
+    for one in steps:
+        client.result(one)
+    return found
 
 
 def test_a_client_trains_saves_and_samples(server: Server, client: Client) -> None:
