@@ -77,7 +77,7 @@ def measure(file: Path, tokenizer: Any, arm: str) -> tuple[float, float, str]:
     data = build(FileConfig(path=str(file), cache=False), tokenizer=tokenizer, **options)  # type: ignore[arg-type]
     seconds, used = time.perf_counter() - begin, processor_seconds() - used
     [table] = data.tables  # type: ignore[attr-defined]
-    rows = table.rows(range(len(table)))
+    rows = [table.record(row) for row in range(len(table))]
     return seconds, used, hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
