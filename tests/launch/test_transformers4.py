@@ -56,7 +56,7 @@ asked["answer"] = json.load(sys.stdin)
 found = {}
 for path in sys.argv[2:]:
     try:
-        loaded, tokenizer = export_probe.load(Path(path), "float32"), AutoTokenizer.from_pretrained(path)
+        loaded, tokenizer = export_probe.load(Path(path), None, "float32"), AutoTokenizer.from_pretrained(path)
         found[path] = export_probe.answer(loaded, tokenizer, Path(path), asked)
     except Exception as error:
         found[path] = {"error": str(error)}
