@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -27,14 +26,13 @@ from runner.algorithm.rollouts import (
     RolloutSample,
 )
 from runner.build.environments import EnvironmentBuilder, build_extend
-from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
 from runner.distributed.work_partition import SINGLE_PROCESS
 from runner.environment.config import AgentEnvironmentConfig
-from runner.interfaces import Completion, Prompt, Request, Rollout
+from runner.interfaces import Prompt, Request, Rollout
 from runner.model.tiny import byte_tokenizer
-from runner.spec.job import JobSpec
+from tests.environment.test_function import Seen, demo
 
 TOKENIZER = byte_tokenizer(4096)
 END = TOKENIZER.eos_token_id
@@ -85,25 +83,6 @@ def check_rows(policy: Policy, groups: list[Group]) -> list[list[RolloutSample]]
             assert trained.pop(logprob) == ((*request.prompt, *rollout.ids[:at]), rollout.ids[at])
     assert not trained
     return episodes
-
-
-class Seen:
-    """A reward that gives 1 and keeps what it sees."""
-
-    def __init__(self) -> None:
-        self.completions: list[Completion] = []
-
-    def score(self, groups: Any) -> list[list[float | None]]:
-        self.completions += [one for group in groups for one in group]
-        return [[1.0] * len(group) for group in groups]
-
-    def close(self) -> None:
-        """Nothing was started."""
-
-
-@cache
-def demo() -> JobSpec:
-    return compose_job(["+recipe=grpo_demo"]).spec
 
 
 Program = Callable[[dict[str, Any]], Any]
