@@ -209,9 +209,8 @@ class UserProcess:
         """End the process and all below it; how it ended, in words."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        code = self._process.stop(
-            END_S
-        )  # where a forked child of ours still holds stdin open, closing it has no effect
+        # Where a forked child of ours still holds stdin open, closing it has no effect.
+        code = self._process.stop(END_S)
         self._channel.close()
         self._stack.close()
         self._printing.join(END_S)
@@ -256,10 +255,7 @@ class UserProcess:
         self._sender = self._sender or sender
         if sender not in (self._sender, 0) and not self._is_forgery_reported:
             self._is_forgery_reported = True
-            log.warning(
-                "process %d, which the user's code started, wrote to its socket; this is ignored",
-                sender,
-            )
+            log.warning("process %d, which the user's code started, wrote to its socket; this is ignored", sender)
         return sender == self._sender
 
 
