@@ -27,8 +27,7 @@ from typing import IO, Any
 from runner.core.fsync_io import error_reason
 from runner.core.signals import signal_name
 from runner.core.subprocess import ChildProcess, JsonLines
-from runner.run_dir import manifest
-from runner.run_dir.manifest import is_secret_name, redact
+from runner.run_dir.manifest import VARIABLES, is_secret_name, redact
 from runner.user_code import worker
 
 log = logging.getLogger("runner")
@@ -99,11 +98,8 @@ LINE_BYTES = 2000
 STACK_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 # The environment of a function: what the manifest records, and what programs need to find their files
-PREFIXES = (*manifest.PREFIXES, "CONDA_", "LC_", "LD_", "PYTHON")
-NAMES = manifest.NAMES | {
-    "HOME", "LANG", "LOGNAME", "PATH", "SHELL", "SSL_CERT_DIR", "SSL_CERT_FILE", "TEMP", "TERM", "TMP", "TMPDIR", "TZ",
-    "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME",
-}  # fmt: skip
+PREFIXES = (*VARIABLES["recorded_prefixes"], *VARIABLES["user_code_prefixes"])
+NAMES = {*VARIABLES["recorded"], *VARIABLES["user_code"]}
 CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
