@@ -27,7 +27,7 @@ from runner.spec.migrate import table
 from runner.spec.registry import Registry, default_registry
 from runner.spec.schema import CALLBACKS, EVALUATION, groups_of, job_schema, recipe_schema
 from runner.sweep.config import SweepConfig
-from runner.tracker.text import print_text
+from runner.tracker.text import align_columns, print_text
 
 ROOT = "<root>"  # what Hydra calls the parent of job.yaml
 PROVIDERS = {"main": "shipped", "runner": "shipped", "files": "+recipe=FILE", "schema": "components without a file"}
@@ -72,12 +72,8 @@ def info(args: Namespace) -> int:
     with hydra_session(default_registry(), args.config_dir) as loader:
         sources = loader.get_sources()
         if args.info == "searchpath":
-            _columns(
-                [
-                    ("provider", "search path"),
-                    *((PROVIDERS.get(s.provider, s.provider), source_url(s)) for s in sources),
-                ]
-            )
+            found = [(PROVIDERS.get(s.provider, s.provider), source_url(s)) for s in sources]
+            print_text("\n".join(align_columns([("provider", "search path"), *found])))
             return 0
         drafted = Composer(loader).draft(args.words)
         rows = [("config", "package", "file", "chosen in")]
@@ -86,7 +82,7 @@ def info(args: Namespace) -> int:
             file = file_of(sources_with(sources, path)[0], path)
             parent = label(entry.parent, sources) if entry.parent not in (None, path, ROOT) else ""
             rows.append((label(path, sources), entry.package or "_global_", file, parent))
-    _columns(rows)
+    print_text("\n".join(align_columns(rows)))
     for note in drafted.notes:
         print_text(f"\nnote: {note}")
     if drafted.problems:
@@ -97,12 +93,6 @@ def info(args: Namespace) -> int:
 def source_url(source: ConfigSource) -> str:
     """Where a source looks, as a user would say it."""
     return PLACES.get(source.provider) or (source.path if source.path.startswith("/") else source.full_path())
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print_text("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 def option_summary(sources: Sequence[ConfigSource], group: str, name: str, registry: Registry) -> str:
