@@ -23,10 +23,22 @@ from runner.cli.arg_types import (
     parse_python,
     parse_share,
 )
-from runner.cli.verbs import COMBINATIONS, EXAMPLES, RESOURCE_NAMES, VERBS, VERBS_GROUP
+from runner.cli.verbs import EXAMPLES, RESOURCE_NAMES, VERBS, VERBS_GROUP, options_of
 from runner.core.errors import RunnerError
 from runner.core.package import LEFT_OUT, conf_dir, load_plugins, recipes_dir
 
+TYPES: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "Path": Path,
+    "parse_checkpoint": parse_checkpoint,
+    "parse_count": parse_count,
+    "parse_job_numbers": parse_job_numbers,
+    "parse_numbers": parse_numbers,
+    "parse_path": parse_path,
+    "parse_python": parse_python,
+    "parse_share": parse_share,
+}
 FLAGS = {"--help", "-h", "--version", "--debug", "--multirun", "-m", "--shell-completion", "-sc"}
 
 
@@ -87,8 +99,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def parser_of(verb: str) -> argparse.ArgumentParser:
     """What a verb takes."""
     parser = _Parser(prog=f"run {verb}" if verb != "run" else "run", add_help=False, allow_abbrev=False)
-    for flags, settings in (*COMMON, *OPTIONS.get(verb, ())):
-        parser.add_argument(*flags, **settings)
+    parser.register("action", "boolean", argparse.BooleanOptionalAction)
+    for option in options_of(verb):
+        settings = {"help": argparse.SUPPRESS} | {name: value for name, value in option.items() if name != "flags"}
+        if "type" in option:
+            settings["type"] = TYPES[option["type"]]
+        parser.add_argument(*option["flags"].split(), **settings)
     parser.add_argument("words", nargs="*", help=RESOURCE_NAMES.get(verb, argparse.SUPPRESS))
     return parser
 
@@ -198,126 +214,3 @@ def _recipe_hint(word: str) -> str:
     if by_name or Path(word).suffix in (".yaml", ".yml"):
         return f"to run a recipe (a name, or the path of a file): run +recipe={word}"
     return ""
-
-
-Option = tuple[tuple[str, ...], dict[str, Any]]  # what `add_argument` takes
-
-
-def _option(*flags: str, **settings: Any) -> Option:
-    return flags, settings
-
-
-def _switch(*flags: str, help: str) -> Option:
-    return _option(*flags, action="store_true", help=help)
-
-
-COMMON = (
-    _switch("--help", "-h", help="show this help"),
-    _switch("--version", help="print the version"),
-    _switch("--debug", help="show the traceback of an error"),
-    _switch("--shell-completion", "-sc", help=argparse.SUPPRESS),
-)
-CFG = _option("--cfg", "-c", choices=["job"], help="print the job, run nothing")
-CONFIG_DIR = _option("--config-dir", "-cd", type=Path, help="a further folder with config groups and recipes/")
-SPEC = _option("--spec", type=Path, help="a run's folder or its spec.yaml: the job of that run")
-JSON = _switch("--json", help="print the same as JSON")
-CHECKPOINT = _option(
-    "--checkpoint", type=parse_checkpoint, default="last", help="checkpoint of a run: a step, best or last (last)"
-)
-BASE = _option("--base", metavar="FOLDER", help="the base model of an adapter or a run, if it was moved")
-SOURCE = (
-    CHECKPOINT,
-    BASE,
-    _option(
-        "--adapter",
-        action="append",
-        metavar="[NAME=]FOLDER",
-        help="a PEFT adapter for the model, by name; may be repeated",
-    ),
-)
-SAMPLING = (
-    _option("--max-new-tokens", type=int, default=256, help="maximum tokens of a completion (256)"),
-    _option("--temperature", type=float, default=0.0, help="0 = greedy decoding (0)"),
-    _option("--top-p", type=float, help="nucleus sampling (1)"),
-    _option("--seed", type=int, help="seed of the sampling (0)"),
-    *SOURCE,
-)
-MULTIRUN = "a sweep: a job for each combination of values, e.g. -m seed=1,2,3; see run sweep --help"
-INFO = "print the files of a job (defaults), or the config folders (searchpath); run nothing"
-SUITE = "the Python of an environment that has the harness of suite=lm_eval or suite=inspect"
-COMBINE = "combine several adapters into one: linear, ties, dare_linear, dare_ties, cat or svd"
-CHECK = "compare the folder with the model, loaded by transformers (default below 2 GB)"
-CARD = "910B, H100, … (default: the usual card of the job's device)"
-LEAST_MFU = "exit with code 5 if an SFT case is below, e.g. 20%%"
-FOLDER = _option("--folder", type=parse_path, help="the run folder (default: a new one in outputs/)")
-OPTIONS: dict[str, tuple[Option, ...]] = {
-    "tinker": (CFG, CONFIG_DIR, SPEC, FOLDER),
-    "run": (
-        CFG,
-        CONFIG_DIR,
-        SPEC,
-        FOLDER,
-        _option("--info", "-i", metavar="defaults|searchpath", help=INFO),
-        _switch("--multirun", "-m", help=MULTIRUN),
-    ),
-    "resume": (CFG,),
-    "status": (JSON,),
-    "list": (CONFIG_DIR,),
-    "explain": (CONFIG_DIR,),
-    "help": (CONFIG_DIR,),
-    "infer": (
-        _option("--file", type=Path, help="a text file with one prompt per line"),
-        _option("--image", type=Path, action="append", metavar="FILE", help="an image of each prompt; may be repeated"),
-        *SAMPLING,
-    ),
-    "chat": (_option("--system", metavar="TEXT", help="the system prompt (none)"), *SAMPLING),
-    "serve": (
-        *SOURCE,
-        _option("--api-key-file", type=parse_path, metavar="FILE", help="the API key that clients must send"),
-    ),
-    "eval": (
-        _option("--samples", type=parse_count, help="sampled answers to each question (the set's own number)"),
-        _option("--limit", type=parse_count, help="maximum number of questions of each set (all)"),
-        CHECKPOINT,
-        BASE,
-        _option("--suite-python", type=parse_path, metavar="PYTHON", help=SUITE),
-    ),
-    "export": (
-        *SOURCE,
-        _switch("--merge", help="merge the adapter into its base, in float32"),
-        _option("--out", type=Path, help="a new folder (default: in the run's folder)"),
-        _option("--check", action=argparse.BooleanOptionalAction, help=CHECK),
-        _option("--with", type=parse_python, metavar="ENV", dest="other", help="also check it in this environment"),
-        _option("--combine", metavar="HOW", choices=COMBINATIONS, help=COMBINE),
-        _option("--weights", type=parse_numbers, metavar="W,W", help="weights of the combined adapters (1 each)"),
-        _option("--density", type=parse_share, help="fraction that ties and dare keep (0.5)"),
-        _option("--push", metavar="hub:ID|modelscope:ID", help="upload the folder afterwards, as private"),
-    ),
-    "sweep": (
-        _switch("--retry-failed", help="resume: also run failed jobs"),
-        _option("--only", type=parse_job_numbers, default=(), metavar="JOBS", help="resume: only these jobs, e.g. 3,7"),
-    ),
-    "report": (_option("--out", type=Path, help="a file (report.html in the run's folder)"),),
-    "diff": (_option("--out", type=Path, help="also an HTML page, with the curves of both in one chart"),),
-    "doctor": (
-        JSON,
-        _switch("--no-trial", help="skip the test run on each device"),
-        _option("--prepare", metavar="DEVICE", help="only download and build what a device needs"),
-        SPEC,
-        CONFIG_DIR,
-    ),
-    "plan": (_option("--card", metavar="NAME", help=CARD), JSON, SPEC, CONFIG_DIR),
-    "bench": (
-        _option("--out", type=Path, metavar="FILE", help="the JSON file (bench-<date>-<time>.json)"),
-        _option("--compare", type=Path, metavar="FILE", help="print ratios to an earlier JSON file"),
-        _option("--min-mfu", type=parse_share, metavar="SHARE", help=LEAST_MFU),
-    ),
-    "parity": (
-        _option("--record", metavar="FILE", help="record the first steps of a job to a file; or a device"),
-        _option("--compare", type=Path, metavar="FILE", help="run the recorded steps here and compare"),
-        _option("--steps", type=parse_count, help="number of steps to record (5)"),
-        _option("--tolerance", type=parse_share, help="largest mean relative error of the loss (0.5%%)"),
-        SPEC,
-        CONFIG_DIR,
-    ),
-}

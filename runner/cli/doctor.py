@@ -125,10 +125,7 @@ def _rehearsal(composed: ComposedJob) -> list[str]:
     recipes = next((word.partition("=")[2].strip("[]") for word in kept if word.lstrip("+").startswith(GROUP)), "")
     stand_ins = ["sampler=torch"] if spec.sampler.starts_engine else []
     reward = ["reward=rehearsal"] if spec.algorithm.needs_reward else []
-    for words in (
-        [*kept, *stand_ins, "device=cpu"],
-        [f"+{GROUP}=[{recipes},{REHEARSAL}]", *reward, *stand_ins],
-    ):
+    for words in ([*kept, *stand_ins, "device=cpu"], [f"+{GROUP}=[{recipes},{REHEARSAL}]", *reward, *stand_ins]):
         try:
             found = compose_job(words).spec
             refuse_unready(check for _, check in preflights(found, here=True))

@@ -26,7 +26,6 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.core.media import MEDIA_ID
 from runner.interfaces import LabeledCompletion, PreferencePair, Prompt, TokenizedExample
-from runner.interfaces.losses import Registration
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, origin_of, value_at
 from runner.spec.decode import decode_unchecked
@@ -159,7 +158,7 @@ def _key(key: str, now: JobDraft, registry: Registry) -> None:
             standing = [("now", f"not used: choose it with {CALLBACKS}={name}")]
     for label, text in [*_facts(key, leaf, owner), *standing]:
         print_text(f"{label.ljust(9)}{text}")
-    for function in _functions(owner, leaf):
+    for function in functions(choices(owner)[leaf]).values() if leaf in choices(owner) else ():
         print_text(f"  {leaf}={function.name}   {function.formula}   ({function.paper})")
 
 
@@ -178,12 +177,6 @@ def _facts(key: str, leaf: str, owner: type[BaseModel]) -> list[tuple[str, str]]
     facts = [("key", key), ("meaning", info.description or ""), ("unit", _unit(leaf, info, schema))]
     facts += [("type", _type(schema)), ("range", allowed_values(schema)), ("default", default)]
     return [(label, text) for label, text in facts if text]
-
-
-def _functions(owner: type[BaseModel], leaf: str) -> Iterator[Registration]:
-    """The registered functions that an option chooses from; none for any other option."""
-    kind = choices(owner).get(leaf)
-    yield from functions(kind).values() if kind else ()
 
 
 def _unit(leaf: str, info: FieldInfo, schema: Mapping[str, Any]) -> str:

@@ -20,14 +20,14 @@ from runner.cli.conf import BESIDE, choices, scalar
 from runner.cli.config_sources import GROUP, file_of, hydra_session, label, sources_with
 from runner.cli.hydra_compose import group_options
 from runner.cli.job_builder import Composer
-from runner.cli.verbs import EXAMPLES, TOPICS, VERBS
+from runner.cli.verbs import EXAMPLES, SCREENS, TOPICS, VERBS
 from runner.core.errors import SpecError
 from runner.spec import suggest
 from runner.spec.migrate import table
 from runner.spec.registry import Registry, default_registry
 from runner.spec.schema import CALLBACKS, EVALUATION, groups_of, job_schema, recipe_schema
 from runner.sweep.config import SweepConfig
-from runner.tracker.text import print_text
+from runner.tracker.text import align_columns, print_text
 
 ROOT = "<root>"  # what Hydra calls the parent of job.yaml
 PROVIDERS = {"main": "shipped", "runner": "shipped", "files": "+recipe=FILE", "schema": "components without a file"}
@@ -72,12 +72,8 @@ def info(args: Namespace) -> int:
     with hydra_session(default_registry(), args.config_dir) as loader:
         sources = loader.get_sources()
         if args.info == "searchpath":
-            _columns(
-                [
-                    ("provider", "search path"),
-                    *((PROVIDERS.get(s.provider, s.provider), source_url(s)) for s in sources),
-                ]
-            )
+            found = [(PROVIDERS.get(s.provider, s.provider), source_url(s)) for s in sources]
+            print_text("\n".join(align_columns([("provider", "search path"), *found])))
             return 0
         drafted = Composer(loader).draft(args.words)
         rows = [("config", "package", "file", "chosen in")]
@@ -86,7 +82,7 @@ def info(args: Namespace) -> int:
             file = file_of(sources_with(sources, path)[0], path)
             parent = label(entry.parent, sources) if entry.parent not in (None, path, ROOT) else ""
             rows.append((label(path, sources), entry.package or "_global_", file, parent))
-    _columns(rows)
+    print_text("\n".join(align_columns(rows)))
     for note in drafted.notes:
         print_text(f"\nnote: {note}")
     if drafted.problems:
@@ -97,12 +93,6 @@ def info(args: Namespace) -> int:
 def source_url(source: ConfigSource) -> str:
     """Where a source looks, as a user would say it."""
     return PLACES.get(source.provider) or (source.path if source.path.startswith("/") else source.full_path())
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print_text("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 def option_summary(sources: Sequence[ConfigSource], group: str, name: str, registry: Registry) -> str:
@@ -139,32 +129,6 @@ def print_table(rows: Sequence[tuple[str, str]]) -> None:
 
 
 SCREEN_WIDTH = 110
-HEAD = """run trains language models after pre-training (SFT, preferences, RL, distillation) from one declarative job.
-usage  run [VERB] [+recipe=NAME] [group=option] [group.key=value]
-"""
-MORE_EXAMPLES = """
-  run                                           the demo, on this machine, in under 90 s
-  run data=file data.path=my.jsonl model=hf model.path=/models/Qwen3-0.6B      your data and your model
-  run +recipe=grpo_demo launch.devices=2 parallelism=ddp                       one job on two devices
-  run -m +recipe=sft_demo seed=1,2,3            a sweep: a job for each combination
-
-more   run help recipes, run help options, run help verbs, run help VERB; a row: run explain chat data=file"""
-JOBS = """ways to select a job
-  run +recipe=sft_demo optimizer.lr=1e-3         the command line overrides the recipe
-  run +recipe=exp/mine.yaml                      a recipe by the path of its file
-  run --cfg job +recipe=sft_demo                 print the job, run nothing
-  run --info defaults +recipe=sft_demo           the files that compose the job
-  run --spec outputs/latest/spec.yaml seed=1     repeat the job of a run
-  eval "$(run -sc install=bash)"                 tab completion (bash, zsh, fish)
-"""
-SWEEPS = """start a sweep
-  run -m +recipe=sft_demo optimizer.lr=1e-4,3e-4 seed=1,2,3     a job for each combination
-  run -m +recipe=a,b 'seed=range(1,4)'                          recipes, ranges, globs: Hydra's grammar
-  run -m +recipe=mine                                           a recipe with a section sweep.over; or a search
-  run -m --spec outputs/latest seed=1,2,3                       the job of a run, varied
-  run -m hydra/sweeper=optuna sweep.trials=20 'optimizer.lr=tag(log,interval(1e-5,1e-2))'     a search (docs/sweeps.md)
-  run -m --cfg job …                                            print the jobs (of a search: its corners), run nothing
-"""
 
 
 def show(args: Namespace) -> int:
@@ -192,19 +156,19 @@ def show(args: Namespace) -> int:
 
 def _screen() -> None:
     """Everything that a first hour needs, on one screen."""
-    print(HEAD)
+    print_text(SCREENS["head"])
     verbs = all_verbs()
     wide, wider = max(map(len, verbs)), max(len(VERBS[verb]) for verb in VERBS)
     for verb, line in verbs.items():
         text = f"  {verb.ljust(wide)}  {line.ljust(wider)}  {EXAMPLES.get(verb, '')}".rstrip()
         print_text(text if len(text) <= SCREEN_WIDTH else f"{text[: SCREEN_WIDTH - 1]}…")  # of a plug-in
-    print(MORE_EXAMPLES)
+    print_text(SCREENS["examples"])
 
 
 def _verb(verb: str) -> None:
     print_text(f"{VERBS[verb]}; e.g. {EXAMPLES[verb]}\n\n{parser_of(verb).format_help()}", end="")
     if verb == "run":
-        print_text(f"\n{JOBS}", end="")
+        print_text(f"\n{SCREENS['jobs']}", end="")
     if verb == "sweep":
         _about_sweeps()
 
@@ -241,12 +205,12 @@ def _options(args: Namespace) -> None:
         sources = loader.get_sources()
         print("groups and their options: run GROUP=OPTION; more on them: run list GROUP, run explain GROUP=OPTION")
         print_table([(group, ", ".join(group_options(sources, group))) for group in groups_of(registry)])
-    print_text(f"\n{JOBS}", end="")
+    print_text(f"\n{SCREENS['jobs']}", end="")
 
 
 def _about_sweeps() -> None:
     """How a sweep is started, and what can be set of it."""
-    print_text(f"\n{SWEEPS}\noptions of a sweep, with run -m and with run sweep resume")
+    print_text(f"\n{SCREENS['sweeps']}\noptions of a sweep, with run -m and with run sweep resume")
     fields = [(name, info) for name, info in SweepConfig.model_fields.items() if name != "over"]
     values = {name: info.get_default(call_default_factory=True) for name, info in fields}
     print_table([(f"sweep.{name}={scalar(values[name])}", str(info.description)) for name, info in fields])

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def infer(args: Namespace) -> int:
     """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
     _check_sampling(args)
-    images = [_check_image(path) for path in args.image or ()]
+    images: list[Path] = args.image or []
+    if missing := next((path for path in images if not path.is_file()), None):
+        raise UsageError(f"--image {missing}: no such file")
     source, prompts, settings = resolve_source(args)
     if args.file:
         prompts += _read_prompts(args.file)
@@ -131,13 +133,6 @@ def _check_sampling(args: Namespace) -> None:
             raise UsageError(f"{name} {value}: expected {wanted}")
     if args.temperature == 0 and (args.top_p is not None or args.seed is not None):
         raise UsageError("--top-p and --seed need sampling; set --temperature above 0 too")
-
-
-def _check_image(path: Path) -> Path:
-    """The path of a file. Raises UsageError if there is none."""
-    if not path.is_file():
-        raise UsageError(f"--image {path}: no such file")
-    return path
 
 
 def _typed_prompts() -> Iterator[str]:

@@ -17,39 +17,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from runner.cli.args import UsageError, parse, plugin_verb
+from runner.cli.verbs import HANDLERS
 from runner.core.errors import EnvironmentProblem, Interrupted, RunnerError
 from runner.core.fsync_io import full_disk_error
 from runner.core.package import import_frozen, plug_in_fault, plugin_warnings
 from runner.core.signals import survive_early_save
 from runner.tracker.text import print_text
-
-HANDLERS = {
-    "run": "runner.cli.job:run",
-    "resume": "runner.cli.job:resume",
-    "status": "runner.cli.report:show",
-    "infer": "runner.cli.infer:infer",
-    "chat": "runner.cli.infer:chat",
-    "serve": "runner.cli.serve:run",
-    "tinker": "runner.cli.job:tinker",
-    "eval": "runner.cli.evaluate:run",
-    "export": "runner.cli.job:export",
-    "new": "runner.cli.new:create",
-    "migrate": "runner.cli.migrate_file:run",
-    "doctor": "runner.cli.doctor:show",
-    "plan": "runner.cli.plan:show",
-    "bench": "runner.cli.bench:run",
-    "parity": "runner.cli.plan:run",
-    "sweep": "runner.cli.sweep:go",
-    "report": "runner.cli.report:report",
-    "diff": "runner.cli.report:diff",
-    "list": "runner.cli.help:show_list",
-    "explain": "runner.cli.explain:show",
-    "schema": "runner.cli.help:schema",
-    "help": "runner.cli.help:show",
-    "version": "runner.cli.doctor:show_version",
-    "complete": "runner.cli.complete:answer",
-    "foreign": "runner.cli.other_frameworks:refuse",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,7 +115,7 @@ def _dispatch(args: Namespace) -> int:
     chosen = "version" if args.version else "help" if args.help else "complete" if args.shell_completion else args.verb
     module, _, name = HANDLERS[chosen].partition(":")
     with survive_early_save() if chosen in ("run", "resume") else nullcontext():
-        code: int = getattr(import_frozen(module), name)(args)
+        code: int = getattr(import_frozen(f"runner.cli.{module}"), name)(args)
     return code
 
 

@@ -84,7 +84,7 @@ def go(args: Namespace) -> int:
     folder, begun = plan.find_sweep(where)
     if begun.search and Path(begun.place) != Path.cwd():
         raise UsageError(f"a search composes jobs while it runs; resume it in its first folder: cd {begun.place}")
-    wanted, options = commands.ResumeSelection(args.retry_failed, args.only), _resume_options(begun, words)
+    wanted, options = commands.ResumeSelection(args.retry_failed, args.only or ()), _resume_options(begun, words)
     if begun.search and (problems := _search_problems(begun, begun.search, options)):
         raise SpecError(problems)
     with make_executor(options) as executor:

@@ -43,7 +43,6 @@ def no_peft_warnings() -> Iterator[None]:
         # ranks that peft itself sets for experts, whose gate and up are one tensor
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # peft corrects it
-        warnings.filterwarnings(
-            "ignore", "Adapter .* was active which is now deleted", UserWarning
-        )  # each use names one
+        # Each use names one.
+        warnings.filterwarnings("ignore", "Adapter .* was active which is now deleted", UserWarning)
         yield

@@ -14,12 +14,8 @@ RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")  # the address of the rend
 # Parts of error messages of gloo, NCCL, HCCL and torch's store after the loss of another process
 GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "remote error", "Connection refused")
 LATE = ("Timed out waiting", "timed out", "timeout")  # if another process does not respond
-VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-)  # torchrun's names, in the order of RankInfo's fields
+# torchrun's names, in the order of RankInfo's fields
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, from the kernel, at each boot
 
 

@@ -110,9 +110,8 @@ def hccl_port_presets(environment: Mapping[str, str]) -> tuple[Preset, ...]:
     if RankInfo.from_environment(environment).size < 2 or not environment.get("MASTER_PORT", "").isdecimal():
         return ()
     meeting = int(environment["MASTER_PORT"])
-    spare = (
-        LAST_PORT + 1 - FIRST_PORT
-    ) // PORT_BLOCK - 1  # the last block is for a job whose MASTER_PORT is in its own block
+    # The last block is for a job whose MASTER_PORT is in its own block.
+    spare = (LAST_PORT + 1 - FIRST_PORT) // PORT_BLOCK - 1
     first = FIRST_PORT + PORT_BLOCK * (meeting % spare)
     if first <= meeting < first + PORT_BLOCK:
         first = FIRST_PORT + PORT_BLOCK * spare

@@ -152,11 +152,6 @@ class ExternalLaunchConfig(MultiNodeConfig):
         return [(key, text) for key, text in super()._node_problems(job) if key not in later]
 
 
-def is_web_address(address: str) -> bool:
-    """Whether an address is that of a Ray cluster's dashboard."""
-    return address.startswith(("http://", "https://"))
-
-
 def submit_command(job: Any) -> str:
     """The `ray job submit` line for a job whose launch.address is a web address."""
     words = sys.argv[2:] if sys.argv[1:2] == ["run"] else sys.argv[1:]
@@ -215,7 +210,7 @@ class RayConfig(LaunchConfig):
         found = super().problems(job)
         if self.address is None:
             return found
-        if is_web_address(self.address):
+        if self.address.startswith(("http://", "https://")):  # of the cluster's dashboard
             found.append(("launch.address", submit_command(job)))
         elif self.address != "auto" and ADDRESS.fullmatch(self.address) is None:
             text = "expected auto or HOST:PORT, as `ray start --head` prints it; from outside, http://HOST:8265"

@@ -81,7 +81,8 @@ def find_cause(ranks: Sequence[ProcessExit], passed_on: Sequence[int] = ()) -> E
     passed_on: the signals that the launcher passed on to them
     """
     reports = Counter(rank.report.message for rank in ranks if rank.report)
-    failed = [rank for rank in ranks if _explains_end(rank, passed_on)]
+    # An end explains nothing if the supervisor killed the rank, or it ended because of another.
+    failed = [rank for rank in ranks if rank.code != 0 and (not rank.ours or rank.report is not None or passed_on)]
     failed.sort(key=lambda rank: rank.report.when if rank.report else math.inf)
     return min((_cause_of(rank, passed_on, reports) for rank in failed), key=lambda found: found.strength, default=None)
 
@@ -91,11 +92,6 @@ def hang_cause(names: Sequence[str], waited_s: float, details: Sequence[str]) ->
     do = "does" if len(names) == 1 else "do"
     text = "\n  ".join([f"{', '.join(names)} {do} not respond; the others waited {waited_s:g} s", *details])
     return ExitCause(LAGGED, text, DeadlineExceeded.exit_code)
-
-
-def _explains_end(rank: ProcessExit, passed_on: Sequence[int]) -> bool:
-    """Whether its end explains anything: not if the supervisor killed it, or it ended because of another."""
-    return rank.code != 0 and (not rank.ours or rank.report is not None or bool(passed_on))
 
 
 def _cause_of(rank: ProcessExit, passed_on: Sequence[int], reports: Mapping[str, int]) -> ExitCause:
@@ -108,10 +104,7 @@ def _cause_of(rank: ProcessExit, passed_on: Sequence[int], reports: Mapping[str,
     if passed_on and (rank.ours or rank.code in {code for n in passed_on for code in (-n, 128 + n)}):
         return ExitCause(INTERRUPTED, f"{signal_name(passed_on[0])}: stopped immediately", 128 + passed_on[0])
     if rank.code < 0:
-        return ExitCause(KILLED, f"{rank.name} was lost: {rank.lost}" if rank.lost else _signal_text(rank), LOST)
+        hint = f"\n  {HINTS[-rank.code].format(log=rank.log)}" if -rank.code in HINTS else ""
+        how = f"was lost: {rank.lost}" if rank.lost else f"was killed ({signal_name(-rank.code)}){hint}"
+        return ExitCause(KILLED, f"{rank.name} {how}", LOST)
     return ExitCause(OWN, f"{rank.name} exited with code {rank.code} and no message; see {rank.log}", rank.code)
-
-
-def _signal_text(rank: ProcessExit) -> str:
-    hint = HINTS.get(-rank.code)
-    return f"{rank.name} was killed ({signal_name(-rank.code)})" + (f"\n  {hint.format(log=rank.log)}" if hint else "")

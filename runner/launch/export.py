@@ -104,7 +104,8 @@ def write_card(
 
     base_weights: the digest of a local base's weights, which an adapter's card records
     """
-    base = base_of(spec)
+    source, data = spec.model.source, spec.data.source
+    base = adapter_base(source) if source and is_adapter(source) else source
     head = {
         "library_name": "peft" if is_adapter(export) else "transformers",
         "pipeline_tag": "text-generation",
@@ -117,7 +118,7 @@ def write_card(
     shown = sorted(name for name in without_bounds(facts.values) if name.startswith(("eval/", "train/loss")))
     rows = [
         ("base model", _public_name(base) if base else f"{spec.model.name}, from random weights"),
-        ("data", ", ".join(map(_public_name, _sources(spec)))),
+        ("data", ", ".join(map(_public_name, [data] if isinstance(data, str) else data))),
         ("algorithm", spec.algorithm.name),
         ("adapter", spec.adapter.name),
         ("step", f"{facts.step} of {spec.steps}"),
@@ -132,17 +133,6 @@ def write_card(
     front = yaml.safe_dump(head, sort_keys=False)
     text = f"---\n{front}---\n\n" + "\n\n".join(parts) + "\n"
     (export / MODEL_CARD).write_text(text, encoding="utf-8")
-
-
-def base_of(spec: JobSpec) -> str | None:
-    """The folder or hub id of the model that training began with; that of an adapter is its base's."""
-    source = spec.model.source
-    return adapter_base(source) if source and is_adapter(source) else source
-
-
-def _sources(spec: JobSpec) -> tuple[str, ...]:
-    source = spec.data.source
-    return (source,) if isinstance(source, str) else tuple(source)
 
 
 def _public_name(source: str) -> str:

@@ -77,9 +77,8 @@ def check_export(
             return _compare_answers(model, folder, [(prompt, None) for prompt in prompts], style, other, base)
     reader = images_of(model.tokenizer)
     has_processor = style == "chat" and (folder / "preprocessor_config.json").is_file()
-    if (
-        reader is None or not has_processor or "merge_size" not in reader.how
-    ):  # others count tokens by code of their own
+    # Readers without merge_size count tokens by code of their own.
+    if reader is None or not has_processor or "merge_size" not in reader.how:
         return _compare_answers(model, folder, [(prompt, None) for prompt in prompts], style, other)
     with tempfile.TemporaryDirectory() as temporary:
         image = Path(temporary, "image.png")

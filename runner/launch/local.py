@@ -32,7 +32,7 @@ from runner.launch.run_records import (
     write_spec,
     write_yaml,
 )
-from runner.launch.session import WITHOUT_CALLBACKS, Session, run_argument
+from runner.launch.session import WITHOUT_CALLBACKS, Session
 from runner.run_dir.folder import (
     RunFolder,
     claim_folder,
@@ -43,6 +43,7 @@ from runner.run_dir.folder import (
     read_mapping,
     read_spec,
     refuse_used_folder,
+    run_argument,
 )
 from runner.run_dir.manifest import immutable_fields, redact_values
 from runner.run_dir.user_files import copy_user_files
@@ -161,7 +162,10 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         submission.check_submission(spec)
         return submission.submit(spec, folder, typed)
     if read_status(folder).get("state") == submission.WAITING:
-        return _begin_queued(folder, spec, typed_job)
+        with hold_lock(folder):
+            spec = prepare_spec(spec)
+            write_spec(folder, spec)
+            return begin_attempt(spec, folder, 1, typed_job)
     if spec.launch.here:
         refuse_unready([spec.device.preflight])
     if note := longer_schedule_note(before, spec):
@@ -172,14 +176,6 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         if spec != before or read_spec(folder).note:
             write_spec(folder, spec)
         return begin_attempt(spec, folder, attempt, typed_job)
-
-
-def _begin_queued(folder: RunFolder, spec: JobSpec, typed: Mapping[str, Any]) -> int:
-    """Start a submitted run on the machine where it runs."""
-    with hold_lock(folder):
-        spec = prepare_spec(spec)
-        write_spec(folder, spec)
-        return begin_attempt(spec, folder, 1, typed)
 
 
 def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:

@@ -95,9 +95,8 @@ class PeerNodes:
 
     def is_over(self) -> bool:
         """Whether another machine has sent that the job is over, or is lost."""
-        over = any(
-            [peer.receive() or "over" in peer.received for peer in self.connections]
-        )  # a list: receives from all
+        # A list: receives from all.
+        over = any([peer.receive() or "over" in peer.received for peer in self.connections])
         if over and self.is_node0:
             self.announce_end()
         return over
@@ -197,9 +196,8 @@ def _accept_nodes(
             raise DeadlineExceeded(f"machine {who} did not connect to {_address_text(spec)} within {limit:g} s")
         if server in select.select([server, *(peer.socket for peer in unnamed)], [], [], RETRY_S)[0]:
             unnamed.append(NodeConnection(closing.enter_context(server.accept()[0]), "a machine"))
-        found = {
-            node: peer for node, peer in found.items() if _is_alive(peer)
-        }  # the command may be typed again on a lost machine
+        # The command may be typed again on a lost machine.
+        found = {node: peer for node, peer in found.items() if _is_alive(peer)}
         unnamed = [peer for peer in unnamed if _is_alive(peer)]
         for peer in [peer for peer in unnamed if "hello" in peer.received]:
             unnamed.remove(peer)
@@ -230,9 +228,8 @@ def _is_alive(peer: NodeConnection) -> bool:
 def _refuse_other_job(peer: NodeConnection, typed: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     here, there = dict(iter_leaves(typed)), dict(iter_leaves(other))
     names = [k for k in {**here, **there} if k not in PER_NODE_OPTIONS and here.get(k) != there.get(k)]
-    names = [
-        k for k in names if not str(here.get(k)).startswith(RECIPE)
-    ]  # machine 0 has replaced the recipe by its weights
+    # Machine 0 has replaced a recipe by its weights.
+    names = [k for k in names if not str(here.get(k)).startswith(RECIPE)]
     if not names:
         return
     peer.send({"refused": f"machine 0 has a different job: {', '.join(names)}; type the same command on all machines"})

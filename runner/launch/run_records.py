@@ -218,10 +218,6 @@ class TrainingClientRecords:
         found = self.opened.pop(model_id, None)
         return [] if found is None else found[0].close("done")
 
-    def close_all(self) -> list[str]:
-        """Close those of all."""
-        return [line for model_id in list(self.opened) for line in self.close(model_id)]
-
 
 class NullRecords(RunRecords):
     """The records of ranks from 1: nothing is written."""

@@ -36,14 +36,8 @@ from runner.launch.run_messages import (
     ranks_text,
     run_facts,
 )
-from runner.launch.run_records import (
-    NullRecords,
-    RunRecords,
-    TrainingClientRecords,
-    is_upstream_run,
-    write_spec,
-)
-from runner.run_dir.folder import RunFolder, display_path, is_latest
+from runner.launch.run_records import NullRecords, RunRecords, TrainingClientRecords, is_upstream_run, write_spec
+from runner.run_dir.folder import RunFolder, display_path, run_argument
 from runner.run_dir.manifest import check_spec_unchanged
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
@@ -52,7 +46,7 @@ from runner.tracker.text import count_noun, labeled_line
 if TYPE_CHECKING:
     from runner.build import BuiltJob
     from runner.checkpoint.store import CheckpointStore, LoadedCheckpoint
-    from runner.interfaces import Device
+    from runner.interfaces import Device, RankCollectives
 
 HOST_MEMORY = ("can't start new thread", "DefaultCPUAllocator: can't allocate memory")  # how errors say that it is full
 WITHOUT_CALLBACKS = "'callbacks=[]'"  # how a run that a callback ended early is resumed
@@ -103,8 +97,7 @@ class Session:
             from runner.tinker import server
 
             built = server.build_server(self.spec, self.folder, records.decide, self.place)
-            facts = {"host": socket.gethostname(), "pid": os.getpid(), "local_rank": self.place.local_rank}
-            records.describe(_device_facts(built.device), {"ranks": built.world.world_peers.all_gather(facts)})
+            records.describe(_device_facts(built.device), self._process_facts(built.world.world_peers))
         clients = TrainingClientRecords(self.spec, self.folder, records.decide, console)
         try:
             if self.place.is_rank0:
@@ -112,7 +105,7 @@ class Session:
             else:
                 server.follow(built.service, built.world)
         finally:
-            lines = clients.close_all()
+            lines = [line for model_id in list(clients.opened) for line in clients.close(model_id)]
         built.world.close()
         del store
         console.stop(lines if self.place.is_rank0 else [])
@@ -129,7 +122,7 @@ class Session:
         try:
             with self.stop.interrupt_immediately(), translate_memory_errors(self.spec):
                 built, first = self._build(records, console)
-                records.describe(_device_facts(built.job.device), _process_facts(built))
+                records.describe(_device_facts(built.job.device), self._process_facts(built.world.world_peers))
             with translate_memory_errors(self.spec):
                 seconds, steps = self._loop(built, first, console)
             ending = "done"
@@ -229,6 +222,11 @@ class Session:
         lines.append(labeled_line("continue", f"run resume {run_argument(self.folder)} {more}"))
         return lines
 
+    def _process_facts(self, peers: RankCollectives) -> dict[str, Any]:
+        """The manifest's record of the job's processes, rank by rank; collective."""
+        own = {"host": socket.gethostname(), "pid": os.getpid(), "local_rank": self.place.local_rank}
+        return {"ranks": peers.all_gather(own)}
+
     def _try_it(self, built: BuiltJob) -> str:
         """The command that uses the trained model."""
         from runner.interfaces import as_generative
@@ -239,11 +237,6 @@ class Session:
         own = self.spec.data.example_prompt()
         given = example_prompt(built.data.take(0, 1), built.model.tokenizer, self.markers)
         return f"run infer {run_argument(self.folder)} {given if own == NO_EXAMPLE else own}"
-
-
-def run_argument(folder: RunFolder) -> str:
-    """The argument that names a run in a command."""
-    return "latest" if is_latest(folder) else display_path(folder.root)
 
 
 @contextmanager
@@ -259,12 +252,6 @@ def translate_rank_errors(place: RankInfo) -> Iterator[None]:
             text = f"{place} waited for another rank longer than parallelism.timeout_s: {first}"
             raise DeadlineExceeded(text) from error
         raise
-
-
-def _process_facts(built: BuiltJob) -> dict[str, Any]:
-    """The manifest's record of the job's processes, rank by rank; collective."""
-    own = {"host": socket.gethostname(), "pid": os.getpid(), "local_rank": built.world.place.local_rank}
-    return {"ranks": built.world.world_peers.all_gather(own)}
 
 
 def _device_facts(device: Device) -> dict[str, Any]:

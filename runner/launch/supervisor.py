@@ -32,9 +32,8 @@ from runner.launch.exit_cause import (
 )
 from runner.launch.multi_node import PeerNodes, peer_timeout_s
 from runner.launch.run_records import is_upstream_run
-from runner.launch.session import run_argument
 from runner.launch.worker_process import WorkerLauncher, WorkerProcess, WorkerSpec, WorkerStatusFile, dump_stacks
-from runner.run_dir.folder import RunFolder, display_path
+from runner.run_dir.folder import RunFolder, display_path, run_argument
 from runner.sampler.server.job_token import TOKEN
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
@@ -152,7 +151,7 @@ class Supervisor:
         """Whether a rank has failed on any machine. A rank that was interrupted after a step has not failed:
         others may still be saving."""
         cause = self._exit_cause([member for member in self.members if not member.is_running()])
-        if cause is not None and (cause.strength != INTERRUPTED or not self._has_begun()):
+        if cause is not None and (cause.strength != INTERRUPTED or not any(m.heartbeat.step for m in self.members)):
             if self.machines is not None:
                 self.machines.announce_end()
             return True
@@ -163,9 +162,6 @@ class Supervisor:
         ranks = find_cause([member.wait_for_exit() for member in members], self.interrupts.stop_signals)
         found = [cause for cause in (self.samplers.failed, ranks) if cause is not None]
         return min(found, key=lambda cause: cause.strength, default=None)
-
-    def _has_begun(self) -> bool:
-        return any(member.heartbeat.step for member in self.members)
 
     def _unresponsive(self, running: Sequence[WorkerProcess]) -> list[WorkerProcess]:
         """The ranks without a heartbeat, or those that do not respond to other ranks and report no error."""
@@ -287,7 +283,7 @@ class SamplerProcesses:
             text = f"{member.spec.name} exited unexpectedly; see {ended.log}"
             return find_cause([ended]) or ExitCause(OWN, text, LOST)
         member.heartbeat.receive()
-        limit = sampler_timeout_s(self.spec)
+        limit = min(SILENT_S, SILENT * self.spec.sampler.patience_s)
         if time.monotonic() - member.heartbeat.last_heard <= limit:
             return None
         [where] = dump_stacks([member], [member])
@@ -316,8 +312,3 @@ class SamplerProcesses:
 def sampler_count(spec: JobSpec) -> int:
     """Number of sampler processes on launch.samplers devices."""
     return spec.launch.samplers // spec.sampler.cards()
-
-
-def sampler_timeout_s(spec: JobSpec) -> float:
-    """Seconds without a heartbeat after which a sampler counts as lost."""
-    return min(SILENT_S, SILENT * spec.sampler.patience_s)

@@ -268,16 +268,12 @@ def enable_stack_dumps(handle: int) -> None:
 
 def dump_stacks(members: Sequence[WorkerProcess], lagging: Sequence[WorkerProcess]) -> list[str]:
     """Let each process write its stacks to its log; returns a line for each lagging process."""
-    before = {member.spec.name: log_size(member.spec.folder.log) for member in members}
+    logs = {member.spec.name: member.spec.folder.log for member in members}
+    before = {name: log.stat().st_size if log.exists() else 0 for name, log in logs.items()}
     for member in members:
         member.signal(STACKS)
     time.sleep(DUMP_S)
     return [f"{member.spec.name} {_activity_text(member, before[member.spec.name])}" for member in lagging]
-
-
-def log_size(log: Path) -> int:
-    """Size of a log in bytes; 0 if it does not exist."""
-    return log.stat().st_size if log.exists() else 0
 
 
 def _activity_text(member: WorkerProcess, before: int) -> str:

@@ -12,8 +12,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -215,9 +214,9 @@ def latest_path(outputs: Path = OUTPUTS) -> Path:
         return outputs / LATEST
 
 
-def is_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> bool:
-    """Whether outputs/latest points to `folder`."""
-    return latest_path(outputs).resolve() == folder.root.resolve()
+def run_argument(folder: RunFolder, outputs: Path = OUTPUTS) -> str:
+    """How a command names a run: latest, if outputs/latest points to its folder, or the folder."""
+    return LATEST if latest_path(outputs).resolve() == folder.root.resolve() else display_path(folder.root)
 
 
 def find_run(where: str, outputs: Path = OUTPUTS) -> RunFolder:
@@ -249,8 +248,8 @@ def find_trained_run(where: str, outputs: Path = OUTPUTS) -> tuple[RunFolder, Ru
     return (named, None) if trained is None else (trained, named)
 
 
-def acquire_lock(folder: RunFolder) -> FileLock:
-    """Lock the run's folder for this process, until the lock is released or the process ends.
+def hold_lock(folder: RunFolder) -> FileLock:
+    """Lock the run's folder for this process: for a `with` block, until it is released or the process ends.
 
     Raises EnvironmentProblem if another process has the lock, StorageError.
     """
@@ -277,13 +276,6 @@ def is_locked(folder: RunFolder) -> bool:
         return file_lock.is_locked(folder.root / LOCK)
     except OSError as error:
         raise EnvironmentProblem(f"{folder.root / LOCK} cannot be read: {error.strerror}") from error
-
-
-@contextmanager
-def hold_lock(folder: RunFolder) -> Iterator[None]:
-    """Lock the run's folder for the block. Raises EnvironmentProblem if another process has the lock."""
-    with acquire_lock(folder):
-        yield
 
 
 def write_atomic(path: Path, text: str) -> None:

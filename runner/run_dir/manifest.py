@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from runner import __version__
 from runner.core.errors import CheckpointError, DataError, Problem, SpecError
+from runner.core.package import read_table
 from runner.core.subprocess import ChildProcess
 from runner.spec.base import iter_leaves
 from runner.spec.job import JobSpec
@@ -38,19 +39,7 @@ STOPPED_EARLY = "stopped early"  # the manifest's fact with the last step and th
 DIFF_BYTES = 1_000_000
 GIT_DEADLINE_S = 10.0
 
-# Environment variables that affect results or outputs; only these are recorded.
-# fmt: off
-PREFIXES = (
-    "ACL_", "ASCEND_", "ATB_", "ATEN_", "CUBLAS_", "CUDA_", "GOMP_", "HCCL_", "KMP_", "LCCL_", "MKL_", "NCCL_",
-    "NPU_", "OMP_", "PYTORCH_", "RUNNER_", "TASK_QUEUE_", "TOKENIZERS_", "TORCH_", "VLLM_",
-)
-NAMES = frozenset({
-    "CLOSE_MATMUL_K_SHIFT", "CPU_AFFINITY_CONF", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "HF_ENDPOINT", "HF_HOME",
-    "HF_HUB_CACHE", "HF_HUB_OFFLINE", "INF_NAN_MODE_ENABLE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR",
-    "OOM_SNAPSHOT_ENABLE", "PYTHONHASHSEED", "RANK", "RAY_ADDRESS", "SLURM_JOB_ID", "SLURM_PROCID",
-    "SWANLAB_API_HOST", "SWANLAB_MODE", "TRANSFORMERS_OFFLINE", "WANDB_BASE_URL", "WANDB_MODE", "WORLD_SIZE",
-})
-# fmt: on
+VARIABLES: dict[str, list[str]] = read_table(__file__, "environment.yaml")  # names of environment variables, by use
 
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 NO_SECRET_NAME = re.compile(r"^TOKENIZERS_|(?:_FILE|_PATH|_DIR|_SOCK|_LENGTH|_TOKENS)$", re.IGNORECASE)
@@ -60,25 +49,7 @@ PUBLIC_FIELD = re.compile(r"^(?:commit|revision|fingerprint|spec_sha256)$")
 SHORTEST_SECRET = 8
 
 _ASSIGNED = r"(?:api[_-]?key|access[_-]?key(?:[_-]id)?|token|secret|password|passwd)"
-# Known shapes of secrets. No pattern backtracks over more than a few hundred characters, because a model's output may
-# be long and hostile.
-SHAPES = re.compile(
-    "|".join(
-        (
-            r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)",
-            r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}",
-            r"(?<![\w-])sk-(?=[\w-]{0,200}[0-9])[A-Za-z0-9_-]{16,}",
-            r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abeoprs]-[\w-]{10,})",
-            r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
-            r"\bAIza[\w-]{35}",
-            r"\bwandb_v\d+_\w{20,}",
-            # a W&B key; a commit hash looks the same and is masked too, but not as a folder: huggingface's snapshots
-            r"(?<![0-9A-Za-z/])[0-9a-f]{40}(?![0-9A-Za-z/])",
-            r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}",
-        )
-    ),
-    re.DOTALL,
-)
+SHAPES = re.compile("|".join(VARIABLES["secret_shapes"]), re.DOTALL)
 # Secrets that are recognized by the text before them, which is kept.
 KEPT_PREFIX = re.compile(
     r"(?P<keep>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://)[^\s/@'\"]+(?=@)"  # user-info of a URL
@@ -171,7 +142,8 @@ def fingerprint(spec: Mapping[str, Any]) -> str:
 
 def allowed_environment() -> dict[str, str]:
     """The variables of the allow-list without those that are named like a secret."""
-    kept = (k for k in sorted(os.environ) if (k.startswith(PREFIXES) or k in NAMES) and not is_secret_name(k))
+    names, prefixes = VARIABLES["recorded"], tuple(VARIABLES["recorded_prefixes"])
+    kept = (k for k in sorted(os.environ) if (k.startswith(prefixes) or k in names) and not is_secret_name(k))
     return {k: redact(os.environ[k]) for k in kept}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError, SweepFailed
-from runner.run_dir.folder import RunFolder, display_path, hold_lock, is_locked, read_mapping
+from runner.run_dir.folder import RunFolder, display_path, hold_lock, is_locked, read_mapping, run_argument
 from runner.spec.base import iter_leaves
 from runner.sweep import local_executor, ray_executor, slurm_executor
 from runner.sweep import plan as plans
@@ -110,7 +110,7 @@ def print_status(where: str) -> int:
     print(f"{display_path(folder.root)}: {_state_counts(record)}; {'running' if running else 'not running'}")
     print("\n".join([*reports.job_table(read_results(folder, plan, record)), *lines]))
     if not running and any(job.state not in FINISHED for job in record):
-        print(labeled_line("continue", f"run sweep resume {reports.sweep_argument(folder)}"))
+        print(labeled_line("continue", f"run sweep resume {run_argument(RunFolder(folder.root), plans.SWEEPS)}"))
     return 0
 
 
@@ -228,7 +228,7 @@ def _finish(scheduler: Scheduler) -> int:
     write_files(results)
     reports.write_page(results)
     scheduler.screen.say(*reports.ending_lines(results))
-    total, again = len(record), f"run sweep resume {reports.sweep_argument(scheduler.folder)}"
+    total, again = len(record), f"run sweep resume {run_argument(RunFolder(scheduler.folder.root), plans.SWEEPS)}"
     failed = sum(job.state in FAILED for job in record)
     left = sum(job.state not in FAILED | FINISHED for job in record)
     if scheduler.first_signal is not None:

@@ -58,9 +58,8 @@ class SweepScreen:
         """trials: number of jobs of a search; None if all are known."""
         self._plan, self._record, self._trials = plan, record, trials
         self._console = Console(folder.log, stream)
-        self._timed = any(
-            job.state == "done" for job in record
-        )  # otherwise the first finished job prints the remaining time
+        # Otherwise the first finished job prints the remaining time.
+        self._timed = any(job.state == "done" for job in record)
         self._began = time.monotonic()
         self._running: dict[int, RunningJob] = {}
         self._tails: dict[int, MetricsTail] = {}  # of ended jobs, too

@@ -7,13 +7,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from runner.core.errors import EnvironmentProblem
-from runner.run_dir.folder import RunFolder, display_path, latest_path
+from runner.run_dir.folder import RunFolder, display_path, run_argument
 from runner.run_dir.manifest import redact
 from runner.spec.evaluation import without_bounds
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import placement_text
 from runner.sweep.job import FAILED, FINISHED, last_line
-from runner.sweep.plan import SWEEPS, JobPlan, Plan, Ranking, SweepFolder, short_names
+from runner.sweep.plan import SWEEPS, Plan, Ranking, SweepFolder, short_names
 from runner.sweep.progress import estimated_time, planned_steps
 from runner.sweep.results import INTERVAL, SEED, Result, Results, Score, aggregate_seeds
 from runner.tools.report.chart import Curve, Point, hues
@@ -70,11 +70,6 @@ def better_text(ranking: Ranking) -> str:
     return f"{ranking.metric}, {'higher' if ranking.mode == 'max' else 'lower'} is better"
 
 
-def rerun_command(plan: Plan, job: JobPlan) -> str:
-    """The command that runs one job again by itself."""
-    return shlex.join(["run", *job.words])
-
-
 def job_table(results: Results) -> list[str]:
     """One line per job: varied values, state, steps, metrics, time, device, folder."""
     rows = [[*_table_head(results), "folder"]]
@@ -116,24 +111,13 @@ def seed_means(results: Results) -> list[list[str]]:
     return rows if len(rows) > 1 else []
 
 
-def seed_table(results: Results) -> list[str]:
-    """The means over seeds as a table; empty if no seed varies."""
-    rows = seed_means(results)
-    return [f"over seeds: {INTERVAL}", *align_columns(rows)] if rows else []
-
-
 def ending_lines(results: Results) -> list[str]:
     """The tables, the best job, and for each failed job its error, its log and how to run it again."""
     lines = ["", *job_table(results)]
-    if of_seeds := seed_table(results):
-        lines += ["", *of_seeds]
+    if rows := seed_means(results):
+        lines += ["", f"over seeds: {INTERVAL}", *align_columns(rows)]
     lines += ["", *_winners(results), *_failures(results)]
     return [*lines, f"results  {display_path(results.folder.table)}", f"report   {display_path(results.folder.report)}"]
-
-
-def sweep_argument(folder: SweepFolder) -> str:
-    """The argument that names the sweep in a command."""
-    return "latest" if latest_path(SWEEPS).resolve() == folder.root.resolve() else display_path(folder.root)
 
 
 def winner_lines(results: Results) -> Iterator[str]:
@@ -170,7 +154,7 @@ def _winners(results: Results) -> Iterator[str]:
         yield f"best     {count}: no other is as good in all metrics and better in one (the Pareto front)"
     for row, line in zip(front, winner_lines(results), strict=True):
         yield f"{'best' if results.best else '':9}{line}"
-        yield f"again    {rerun_command(results.plan, row.job)}"
+        yield f"again    {shlex.join(['run', *row.job.words])}"
         if model := _model(results, row):
             yield f"model    {model}"
     yield from (f"{'' if i else 'ranked':9}{line}" for i, line in enumerate(ranking_lines(results.rankings)))
@@ -185,7 +169,7 @@ def _model(results: Results, row: Result) -> str:
 
 
 def _failures(results: Results) -> Iterator[str]:
-    where = sweep_argument(results.folder)
+    where = run_argument(RunFolder(results.folder.root), SWEEPS)
     for row in results.failed_jobs:
         yield f"{row.state.state:8} job {row.job.index}  {row.job.label}: {escape_for_terminal(row.state.error or '')}"
         yield f"         log    {display_path(results.folder.output(row.job.index))}"
@@ -225,7 +209,7 @@ def _winner_section(page: Page, results: Results) -> None:
         page.scatter(_points(results), *(better_text(ranking) for ranking in results.rankings[:2]))
     for row, line in zip(front, winner_lines(results), strict=True):
         about = ranking_lines(results.rankings) if results.best else []
-        page.card([f"Best: {line}", *about], redact(rerun_command(results.plan, row.job)))
+        page.card([f"Best: {line}", *about], redact(shlex.join(["run", *row.job.words])))
 
 
 def _axes_section(page: Page, results: Results) -> None:
@@ -307,7 +291,7 @@ def _failures_section(page: Page, results: Results) -> None:
     if not results.failed_jobs:
         return
     page.head("Jobs that failed")
-    where = sweep_argument(results.folder)
+    where = run_argument(RunFolder(results.folder.root), SWEEPS)
     for row in results.failed_jobs:
         page.text(f"job {row.job.index}  {row.job.label}: {redact(row.state.error or '')}")
         output = results.folder.output(row.job.index)

@@ -205,9 +205,8 @@ class MetricsTail:
         self._file = -1  # its inode: a resumed run replaces the file
         self._offset = 0
         self.step = 0
-        self.first: int | None = (
-            None  # the first step that was read: earlier steps of a resumed job do not count for its pace
-        )
+        # The first step that was read: earlier steps of a resumed job do not count for its pace.
+        self.first: int | None = None
         self.values: dict[str, float] = {}
         self.steps: dict[str, int] = {}  # metric → the step of its newest value
 

@@ -205,7 +205,10 @@ def _command(name: str, model: str, url: str, tasks: Sequence[str], folder: Path
 
 def _lm_eval_results(folder: Path) -> dict[str, Any]:
     """Metrics of each task, with standard errors under NAME_stderr; versions of the tasks."""
-    content = _newest(folder / "results", "**/results_*.json")
+    paths = sorted((folder / "results").glob("**/results_*.json"), key=lambda path: path.stat().st_mtime_ns)
+    if not paths:
+        raise EnvironmentProblem(f"the harness left no result file ({folder}/results/**/results_*.json)")
+    content = _read(paths[-1])
     values = {
         f"{task}/{metric.replace(',', '/').removesuffix('/none')}": float(value)
         for task, metrics in content["results"].items()
@@ -238,13 +241,6 @@ def _inspect_results(folder: Path) -> dict[str, Any]:
                 value = found["value"]
                 values[f"{task}/{score['name']}/{metric}"] = None if value is None else float(value)
     return {"tasks": tasks, "values": values}
-
-
-def _newest(folder: Path, pattern: str) -> Mapping[str, Any]:
-    paths = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
-    if not paths:
-        raise EnvironmentProblem(f"the harness left no result file ({folder}/{pattern})")
-    return _read(paths[-1])
 
 
 def _read(path: Path) -> dict[str, Any]:

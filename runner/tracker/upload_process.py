@@ -90,9 +90,8 @@ class FeedLines:
         self._feed = feed
         self._metrics, self._samples = JsonlTail(folder / "metrics.jsonl"), JsonlTail(folder / "samples.jsonl")
         self.written = 0
-        self._held: list[
-            dict[str, Any]
-        ] = []  # samples of the newest step, which may be incomplete: a step is logged once
+        # Samples of the newest step, which may be incomplete: a step is logged once.
+        self._held: list[dict[str, Any]] = []
 
     def feed_new_lines(self, *, at_end: bool = False) -> int:
         """Log new lines; returns their number. at_end: the run has ended."""

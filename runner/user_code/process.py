@@ -27,8 +27,7 @@ from typing import IO, Any
 from runner.core.fsync_io import error_reason
 from runner.core.signals import signal_name
 from runner.core.subprocess import ChildProcess, JsonLines
-from runner.run_dir import manifest
-from runner.run_dir.manifest import is_secret_name, redact
+from runner.run_dir.manifest import VARIABLES, is_secret_name, redact
 from runner.user_code import worker
 
 log = logging.getLogger("runner")
@@ -99,11 +98,8 @@ LINE_BYTES = 2000
 STACK_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 # The environment of a function: what the manifest records, and what programs need to find their files
-PREFIXES = (*manifest.PREFIXES, "CONDA_", "LC_", "LD_", "PYTHON")
-NAMES = manifest.NAMES | {
-    "HOME", "LANG", "LOGNAME", "PATH", "SHELL", "SSL_CERT_DIR", "SSL_CERT_FILE", "TEMP", "TERM", "TMP", "TMPDIR", "TZ",
-    "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME",
-}  # fmt: skip
+PREFIXES = (*VARIABLES["recorded_prefixes"], *VARIABLES["user_code_prefixes"])
+NAMES = {*VARIABLES["recorded"], *VARIABLES["user_code"]}
 CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
@@ -209,9 +205,8 @@ class UserProcess:
         """End the process and all below it; how it ended, in words."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        code = self._process.stop(
-            END_S
-        )  # where a forked child of ours still holds stdin open, closing it has no effect
+        # Where a forked child of ours still holds stdin open, closing it has no effect.
+        code = self._process.stop(END_S)
         self._channel.close()
         self._stack.close()
         self._printing.join(END_S)
@@ -256,10 +251,7 @@ class UserProcess:
         self._sender = self._sender or sender
         if sender not in (self._sender, 0) and not self._is_forgery_reported:
             self._is_forgery_reported = True
-            log.warning(
-                "process %d, which the user's code started, wrote to its socket; this is ignored",
-                sender,
-            )
+            log.warning("process %d, which the user's code started, wrote to its socket; this is ignored", sender)
         return sender == self._sender
 
 

@@ -14,7 +14,7 @@ from runner.core.errors import CheckpointError, DataError, EnvironmentProblem
 from runner.data.config import FileConfig
 from runner.data.prepare import build
 from runner.launch.infer_export import export, prompt_ids
-from runner.run_dir.folder import RunFolder, acquire_lock, write_json
+from runner.run_dir.folder import RunFolder, hold_lock, write_json
 from tests.data.conftest import byte_tokenizer, chat
 
 PLAIN = {"prompt": "sort 31", "completion": " 13"}
@@ -46,7 +46,7 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_a_running_run_gets_no_export_into_its_folder(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    lock = acquire_lock(folder)
+    lock = hold_lock(folder)
     try:
         with pytest.raises(EnvironmentProblem, match="is running this job"):
             export(folder, compose_job(["+recipe=sft_demo"]).spec, 4, None)

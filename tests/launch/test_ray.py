@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -392,12 +393,20 @@ def test_who_follows_a_process_whose_actor_is_dismissed_has_another_actor(
     started: list[int] = []
     monkeypatch.setattr(driver, "_start_actor", started.append)
     driver._start(0, {})
-    driver._replace_actor(0)
-    driver._replace_actor(0)
+    driver._dismiss(0)
+    driver._dismiss(0)
     driver._start(0, {"role": "sampler"})
     assert actor.asked == ["start", "end"] and started == [0]
     driver._collect_answers()
     assert told == [] and driver._slots[0].spec == {"role": "sampler"}
+
+
+def test_the_driver_has_a_method_for_each_request_of_the_launcher() -> None:
+    from runner.launch.ray import attempt
+    from runner.launch.ray.driver import RayJobDriver
+
+    requests = set(re.findall(r'do="(\w+)"', Path(attempt.__file__).read_text()))
+    assert "dismiss" in requests and [name for name in requests if not hasattr(RayJobDriver, f"_{name}")] == []
 
 
 def test_an_actor_is_lost_once_however_much_it_was_asked(

@@ -248,10 +248,10 @@ def test_sigusr1_saves_and_continues_and_a_closed_terminal_ends_the_run_with_a_c
 
 @pytest.mark.slow
 def test_a_second_process_may_not_enter_a_running_job(tmp_path: Path) -> None:
-    from runner.run_dir.folder import RunFolder, acquire_lock
+    from runner.run_dir.folder import RunFolder, hold_lock
 
     runner(tmp_path, *JUDGED)
-    lock = acquire_lock(RunFolder((tmp_path / "outputs/latest").resolve()))
+    lock = hold_lock(RunFolder((tmp_path / "outputs/latest").resolve()))
     try:
         assert "is running this job" in runner(tmp_path, "resume", "latest", "steps=8", code=2)
     finally:

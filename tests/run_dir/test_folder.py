@@ -19,15 +19,15 @@ from runner.core import file_lock
 from runner.core.errors import EnvironmentProblem, StorageError
 from runner.run_dir.folder import (
     RunFolder,
-    acquire_lock,
     claim_folder,
     create_run_folder,
     display_path,
     find_run,
     find_trained_run,
-    is_latest,
+    hold_lock,
     is_locked,
     point_latest,
+    run_argument,
     write_atomic,
     write_json,
 )
@@ -160,8 +160,8 @@ def test_a_run_is_found_by_its_folder(tmp_path: Path, monkeypatch: pytest.Monkey
 HOLDER = """
 import sys
 from pathlib import Path
-from runner.run_dir.folder import RunFolder, acquire_lock
-acquire_lock(RunFolder(Path(sys.argv[1])))
+from runner.run_dir.folder import RunFolder, hold_lock
+hold_lock(RunFolder(Path(sys.argv[1])))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -173,16 +173,16 @@ def test_one_process_owns_a_run_and_kill_9_frees_it(tmp_path: Path) -> None:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         for _ in range(2):  # a refused attempt leaves the owner's number in place
             with pytest.raises(EnvironmentProblem, match=f"process {holder.pid} is running"):
-                acquire_lock(RunFolder(tmp_path))
+                hold_lock(RunFolder(tmp_path))
         holder.kill()
-    lock = acquire_lock(RunFolder(tmp_path))
+    lock = hold_lock(RunFolder(tmp_path))
     assert (tmp_path / ".lock").read_text() == str(os.getpid())
     lock.release()
 
 
 def test_a_folder_that_is_gone_cannot_be_locked(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write in"):
-        acquire_lock(RunFolder(tmp_path / "gone"))
+        hold_lock(RunFolder(tmp_path / "gone"))
 
 
 def test_a_reader_sees_the_old_text_or_the_new(tmp_path: Path) -> None:
@@ -307,10 +307,10 @@ def test_a_disk_without_locks_gets_a_file_with_a_heartbeat(
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         assert is_locked(folder)
         with pytest.raises(EnvironmentProblem, match=f"process {holder.pid} is running"):
-            acquire_lock(folder)
+            hold_lock(folder)
         holder.kill()
     assert not is_locked(folder), "a process of this machine that has ended holds nothing"
-    lock = acquire_lock(folder)
+    lock = hold_lock(folder)
     assert is_locked(folder) and caplog.text.count("has no locks (Function not implemented)") == 1
     lock.release()
     assert not is_locked(folder) and [path.name for path in folder.root.iterdir()] == [".lock"]
@@ -323,10 +323,10 @@ def test_the_heartbeat_of_another_machine_counts_for_a_minute(
     (tmp_path / ".lock").write_text("7")
     beat.write_text("elsewhere:boot:pid (7, 7)")
     with pytest.raises(EnvironmentProblem, match="process 7 is running this job"):
-        acquire_lock(folder)
+        hold_lock(folder)
     os.utime(beat, (time.time() - 61, time.time() - 61))
     monkeypatch.setattr(file_lock, "BEAT_S", 0.01)
-    with acquire_lock(folder):
+    with hold_lock(folder):
         assert not beat.read_text().startswith("elsewhere")
         os.utime(beat, (1, 1))
         deadline = time.monotonic() + 10
@@ -347,6 +347,6 @@ def test_a_disk_without_links_has_latest_in_a_text_file(
         disk.setattr(Path, "symlink_to", refused)
         point_latest(first, tmp_path)
     assert not (tmp_path / "latest").exists() and "latest.txt names the newest run" in caplog.text
-    assert is_latest(first, tmp_path) and find_run("latest", tmp_path).root == first.root.resolve()
+    assert run_argument(first, tmp_path) == "latest" and find_run("latest", tmp_path).root == first.root.resolve()
     point_latest(second, tmp_path)
-    assert is_latest(second, tmp_path) and not (tmp_path / "latest.txt").exists()
+    assert run_argument(second, tmp_path) == "latest" and not (tmp_path / "latest.txt").exists()

@@ -197,7 +197,7 @@ class RayJobDriver:
         self._slots[slot].is_killed = True
         self._call_actor("kill", slot)
 
-    def _replace_actor(self, slot: int) -> None:
+    def _dismiss(self, slot: int) -> None:
         """Kill an actor that does not respond; the next process in its bundle gets a new one."""
         if self._slots[slot].actor is not None:
             self._kill_actor(slot)

@@ -18,7 +18,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.launch.supervisor import sampler_count
 from runner.launch.worker_process import Role
 from runner.spec.job import JobSpec
-from runner.tracker.text import count_noun
+from runner.tracker.text import align_columns, count_noun
 
 TASKS: dict[Role, str] = {"rank": "to train", "sampler": "to sample"}  # in the order of bundles
 OPTIONS: dict[Role, str] = {"rank": "devices", "sampler": "samplers"}  # of launch
@@ -108,9 +108,7 @@ def placement_table(wanted: Sequence[Bundle], taken: Sequence[BundleLocation]) -
         devices = ", ".join(device for _, place in own for device in place.devices)
         count = count_noun(sum(bundle.count for bundle, _ in own), _word(first.resource))
         rows.append((name, f"{host} ({node})", f"{first.resource} {devices}" if devices else count))
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    for name, where, what in rows:
-        yield f"  {name.ljust(widths[0])}  {where.ljust(widths[1])}  {what}"
+    yield from (f"  {line}" for line in align_columns(rows))
 
 
 def bundle_order(nodes: Sequence[str], roles: Iterable[Role]) -> list[int]:

@@ -127,7 +127,10 @@ def allocated_cards(job: str, gres: str, node: str = "") -> list[int]:
     """Indices of a job's cards on a node ("" = its only node); empty if Slurm does not report them."""
     command = ["scontrol", "show", "job", "--details", job]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return parse_card_numbers(_lines_of_node(output, node), gres.partition(":")[0])
+    if node:
+        lines = [(found[1], line) for line in output.splitlines() if (found := NODES.search(line))]
+        output = "\n".join(line for nodes, line in lines if node in hosts(nodes))
+    return parse_card_numbers(output, gres.partition(":")[0])
 
 
 def parse_card_numbers(output: str, name: str) -> list[int]:
@@ -138,9 +141,3 @@ def parse_card_numbers(output: str, name: str) -> list[int]:
         low, _, high = piece.partition("-")
         numbers += range(int(low), int(high or low) + 1)
     return numbers
-
-
-def _lines_of_node(output: str, node: str) -> str:
-    """The line about a node: `Nodes=a3 CPU_IDs=…`; equal nodes share one, `Nodes=a[3-4] …`."""
-    lines = [(found[1], line) for line in output.splitlines() if (found := NODES.search(line))]
-    return "\n".join(line for nodes, line in lines if node in hosts(nodes)) if node else output

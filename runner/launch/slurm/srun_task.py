@@ -106,7 +106,8 @@ def slurm_layout(own: Mapping[str, Any], origins: Mapping[str, str], device: str
     for name in typed & OF_SUBMISSION:
         text = f"is for submitting a job, but this is Slurm job {os.environ['SLURM_JOB_ID']}; leave it out"
         raise EnvironmentProblem(f"launch.{name}: {text}")
-    if own.get("nodes") != _machines() and _is_set("nodes", origins):
+    is_set = origins.get("launch.nodes", DEFAULT) not in (DEFAULT, "spec.yaml")
+    if own.get("nodes") != _machines() and is_set:
         raise EnvironmentProblem(f"launch.nodes={own.get('nodes')}: this Slurm job has {_machines()}; leave it out")
     task = SlurmTask.from_environment(os.environ)
     found: dict[str, Any] = {"nodes": _machines()}
@@ -121,11 +122,6 @@ def _machines() -> int:
     task = SlurmTask.from_environment(os.environ)
     count = os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1"))
     return task.machines if task is not None else int(count)
-
-
-def _is_set(name: str, origins: Mapping[str, str]) -> bool:
-    """Whether a user has set an option: it is neither a default nor from an earlier attempt."""
-    return origins.get(f"launch.{name}", DEFAULT) not in (DEFAULT, "spec.yaml")
 
 
 def _devices(own: Mapping[str, Any], origins: Mapping[str, str], cards: int | None) -> dict[str, Any]:

@@ -17,9 +17,8 @@ from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import EnvironmentProblem, Interrupted
 from runner.launch.config import SlurmConfig
 from runner.launch.exit_cause import LOST, JobFailed
-from runner.launch.session import run_argument
 from runner.launch.slurm.commands import FINISHED_STATES, USUAL_REASONS, gres_of, run_slurm, state_of
-from runner.run_dir.folder import RunFolder, display_path, read_mapping, write_atomic, write_json
+from runner.run_dir.folder import RunFolder, display_path, read_mapping, run_argument, write_atomic, write_json
 from runner.spec.job import JobSpec
 from runner.tracker.text import count_noun, print_text
 

@@ -56,18 +56,14 @@ def device_nodes(machine: SystemInfo) -> CheckResult:
     nodes = machine.nodes
     if not nodes:
         where = "not passed to this container" if machine.in_container else "no driver"
-        other = "if this machine has no NPU: pip uninstall torch_npu; else: " if _may_be_none(machine) else ""
+        is_sure = machine.wanted != "auto" or machine.version("torch-npu") is None
+        other = "" if is_sure else "if this machine has no NPU: pip uninstall torch_npu; else: "
         return problem(f"no /dev/davinci0: no NPU, or {where}", f"{other}{install_command(machine)}")
     if missing := [path for path in MANAGERS if not machine.exists(path)]:
         return problem(f"{count_noun(len(nodes), 'chip')}, but no {', '.join(missing)}", install_command(machine))
     if locked := [path for path in (*nodes, *MANAGERS) if not machine.may(machine.path(path), os.R_OK | os.W_OK)]:
         return _no_access(machine, locked)
     return ok(f"{count_noun(len(nodes), 'chip')}: {nodes[0]}" + (f" … {nodes[-1]}" if len(nodes) > 1 else ""))
-
-
-def _may_be_none(machine: SystemInfo) -> bool:
-    """Whether torch_npu alone, which anybody can install, says that this is a machine with an NPU."""
-    return machine.wanted == "auto" and machine.version("torch-npu") is not None
 
 
 def _no_access(machine: SystemInfo, paths: Sequence[str]) -> CheckResult:
@@ -106,10 +102,7 @@ def driver(machine: SystemInfo) -> CheckResult:
         return ok(f"{seen}; the driver does not list its firmware versions")
     if not any(_within(firmware, low, high) for low, high in ranges):
         takes = " or ".join(f"{low} to {high}" for low, high in ranges)
-        return problem(
-            f"{seen}; the driver supports firmware {takes}",
-            f"{FIRMWARE_RUN} && reboot",
-        )
+        return problem(f"{seen}; the driver supports firmware {takes}", f"{FIRMWARE_RUN} && reboot")
     return ok(seen)
 
 

@@ -69,10 +69,7 @@ def products(machine: SystemInfo) -> CheckResult:
     """The GPUs that nvidia-smi lists."""
     answer = machine.command_result(*device_stats.QUERY)
     if answer.code != 0:
-        return problem(
-            f"nvidia-smi does not respond: {answer.last_line}",
-            _driver_steps(machine),
-        )
+        return problem(f"nvidia-smi does not respond: {answer.last_line}", _driver_steps(machine))
     found = _gpus(machine)
     if not found:
         return problem("nvidia-smi lists no GPU", "nvidia-smi -L")

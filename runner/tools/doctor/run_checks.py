@@ -157,15 +157,8 @@ def _run_check(look: Callable[[SystemInfo], CheckResult], machine: SystemInfo, d
     try:
         return look(machine)
     except Exception as error:
-        return _bug(error, debug)
-
-
-def _bug(error: Exception, debug: bool) -> CheckResult:
-    """A check that fails is wrong itself: said as such, with the place."""
-    if debug:
-        traceback.print_exc(file=sys.stderr)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{Path(last.filename).name}:{last.lineno}"
-    return CheckResult(
-        CheckStatus.BUG, f"this check failed, which is a bug in this project: {type(error).__name__}: {error} ({place})"
-    )
+        if debug:
+            traceback.print_exc(file=sys.stderr)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+        return CheckResult(CheckStatus.BUG, f"this check failed, which is a bug in this project: {what}")

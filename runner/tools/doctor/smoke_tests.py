@@ -148,7 +148,8 @@ def _kernels(machine: SystemInfo, device: str, expected: int) -> CheckResult:
     answer = _child(machine, "kernels", device, deadline_s=KERNELS_DEADLINE_S)
     records = _records(answer)
     if answer.code != 0 or not records:
-        return problem(f"{_last_record_text(records)}{import_error_cause(answer)}", _remedy(device))
+        after = f"after {records[-1]['what']} on {records[-1]['device']}: " if records else ""
+        return problem(after + import_error_cause(answer), _remedy(device))
     wrong = [f"{r['what']} on {r['device']} is off by {r['error']:.1e}" for r in records if not r["good"]]
     if wrong:
         return problem("; ".join(wrong), f"a device computes wrong values: test it alone{LOGS.get(device, '')}")
@@ -197,10 +198,6 @@ def _child(machine: SystemInfo, *words: str, deadline_s: float, **extra: str) ->
 
 def _records(answer: CommandResult) -> list[dict[str, Any]]:
     return [json.loads(line) for line in answer.out.splitlines() if line.startswith("{")]
-
-
-def _last_record_text(records: list[dict[str, Any]]) -> str:
-    return f"after {records[-1]['what']} on {records[-1]['device']}: " if records else ""
 
 
 def _loss(folder: Path) -> float | None:

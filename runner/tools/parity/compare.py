@@ -281,15 +281,10 @@ def _summary(gaps: Sequence[TensorGap], bound: float) -> str:
 def _sampler(recorded: Sequence[Mapping[str, float]], here: Sequence[Mapping[str, float]]) -> Iterator[str]:
     """The recording's sampler beside both trainers, where tokens were sampled."""
     name = "mismatch/logprob_diff"
-    both = [max(_numbers(steps, name), default=None) for steps in (recorded, here)]
-    if None not in both:
-        there, now = (f"{value:.2g}" for value in both if value is not None)
+    measured = [[one[name] for one in steps if not math.isnan(one.get(name, math.nan))] for steps in (recorded, here)]
+    if all(measured):
+        there, now = (f"{max(values):.2g}" for values in measured)
         yield f"|trainer − recorded sampler| per token, worst step: {there} recorded, {now} here"
-
-
-def _numbers(steps: Sequence[Mapping[str, float]], name: str) -> Iterator[float]:
-    """Those that there are: a step that learns from no token has none."""
-    yield from (step[name] for step in steps if name in step and not math.isnan(step[name]))
 
 
 def _environment_text(made: Mapping[str, Mapping[str, object]]) -> str:

@@ -46,15 +46,16 @@ from runner.trainer.learner import LocalLearner
 from runner.trainer.loop import ExperienceQueue, TrainingJob
 
 
-class RecordingLearner:
-    """A learner that does what the one inside does, and fills `prints` during its first step.
+class RecordingLearner(LocalLearner):
+    """A learner that goes on as the given one, and fills `prints` during its first step.
 
     likelihood: Σ −logprobs of the tokens trained on in this step (of all where it learns none), and how many they were;
         where a loss needs logprobs
     """
 
     def __init__(self, learner: LocalLearner, role: str, prints: dict[str, TensorSketch]) -> None:
-        self._learner, self._role, self._prints = learner, role, prints
+        vars(self).update(vars(learner))
+        self._role, self._prints = role, prints
         model: Any = learner.model
         self._model = model
         self._scored = self._stepped = False
@@ -65,18 +66,14 @@ class RecordingLearner:
     def begin_step(self, step: int) -> None:
         """See `Learner`."""
         self.likelihood = (0.0, 0)
-        self._learner.begin_step(step)
-
-    def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
-        """See `Learner`; not watched, since what it gives is in what the loss sees."""
-        return self._learner.forward(batch, needs)
+        super().begin_step(step)
 
     def forward_backward(
         self, batch: Batch, loss: LossFn, keep: frozenset[str] = frozenset()
     ) -> tuple[Metrics, Outputs]:
         """See `Learner`."""
         with self._hook_modules():
-            metrics, outputs = self._learner.forward_backward(batch, loss, keep | loss.needs)
+            metrics, outputs = super().forward_backward(batch, loss, keep | loss.needs)
         if not self._scored:
             self._scored = True
             for name in sorted(loss.needs):
@@ -85,10 +82,6 @@ class RecordingLearner:
             self._count_likelihood(outputs["logprobs"], batch)
         return metrics, {name: outputs[name] for name in keep}
 
-    def measure(self, batch: Batch, loss: LossFn) -> Outputs:
-        """See `Learner`; not watched."""
-        return self._learner.measure(batch, loss)
-
     def optim_step(self, settings: OptimSettings | None = None) -> Metrics:
         """See `Learner`."""
         if not self._stepped:
@@ -96,19 +89,7 @@ class RecordingLearner:
             for name, parameter in self._model.trainable().items():
                 if parameter.grad is not None:
                     self._prints[f"gradient/{self._role}/{name}"] = sketch_tensor(parameter.grad)
-        return self._learner.optim_step(settings)
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Learner`."""
-        return self._learner.weights()
-
-    def state_dict(self) -> State:
-        """See `Learner`."""
-        return self._learner.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        """See `Learner`."""
-        self._learner.load_state_dict(state)
+        return super().optim_step(settings)
 
     def _count_likelihood(self, logprobs: Tensor, batch: Batch) -> None:
         chosen = batch.tokens["weight"] != 0

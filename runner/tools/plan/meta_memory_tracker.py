@@ -127,11 +127,6 @@ class MetaMemoryTracker(TorchDispatchMode):
         self.add(0, "activations")
 
     @property
-    def peak(self) -> dict[Kind, int]:
-        """The most of all moments."""
-        return max(self.peaks.values(), key=lambda peak: sum(peak.values()))
-
-    @property
     def now(self) -> int:
         """Bytes alive."""
         return sum(self._live.values())

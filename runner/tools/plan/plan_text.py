@@ -200,12 +200,13 @@ def _split(sending: Mapping[str, int]) -> str:
 def as_json(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice | None) -> dict[str, Any]:
     """The plan for programs: bytes, operations, and the words to be typed."""
     band, own = (plan.band(card), plan.sampler_band(card)) if card else (None, None)
+    dims = plan.mesh.dims
     return {
         "format": FORMAT,
         "name": spec.name,
         "world": spec.launch.world,
         "mesh": plan.mesh._asdict(),
-        "ranks": _coordinates(plan.mesh),
+        "ranks": [dict(zip(dims, place, strict=True)) for place in product(*map(range, dims.values()))],
         "stage": {"number": plan.stage.number, "layers": plan.stage.layers},
         "models": {role: {"trained": one.all.trained, "frozen": one.all.frozen} for role, one in plan.models.items()},
         "phases": {phase.name: {term.name: term.bytes for term in phase.terms} for phase in plan.phases},
@@ -219,7 +220,7 @@ def as_json(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice | N
         "band_of_samplers_bytes": None if own is None else [own.low, own.high],
         "verdict": None if card is None else fit_verdict(plan, card),
         "changes": [] if advice is None else [change.word for change in advice.changes],
-        "step": _step(plan),
+        "step": asdict(plan.work) | {"sent_bytes": plan.work.sent_bytes, "sampling_s": plan.sampling_s},
         "left_out": list(plan.left_out),
     }
 
@@ -230,18 +231,6 @@ def _samplers(plan: Estimate) -> Mapping[str, Any] | None:
         return None
     terms = {term.name: term.bytes for term in found.terms}
     return {"devices": found.devices, "processes": found.count, "terms": terms}
-
-
-def _coordinates(mesh: Mesh) -> list[dict[str, int]]:
-    """The coordinates of each rank."""
-    return [dict(zip(mesh.dims, place, strict=True)) for place in product(*map(range, mesh.dims.values()))]
-
-
-def _step(plan: Estimate) -> Mapping[str, Any]:
-    work = plan.work
-    found = {"tokens": work.tokens, "flops": work.flops, "recomputed_flops": work.recomputed_flops}
-    found |= {"micro_batches": work.micro_batches, "sent_bytes": work.sent_bytes}
-    return found | {"sending": dict(work.sending), "bubble": work.bubble, "sampling_s": plan.sampling_s}
 
 
 def _tera(flops: float) -> str:
@@ -309,12 +298,11 @@ def _parts(mesh: Mesh, ranks: Sequence[int]) -> str:
     """`ranks` of one copy, in brackets where several share a part."""
     width = len(str(mesh.world_size - 1))
     shown = [str(rank).rjust(width) for rank in ranks[:WIDEST]]
-    between = "  "
     for name, size in (("tp", mesh.tp), ("cp", mesh.cp)):
         if size > 1:
             first, last, _ = BRACKETS[name]
             shown = [f"{first}{' '.join(shown[at : at + size])}{last}" for at in range(0, len(shown), size)]
-    return between.join(shown) + (f"  … {ranks[-1]}" if len(ranks) > WIDEST else "")
+    return "  ".join(shown) + (f"  … {ranks[-1]}" if len(ranks) > WIDEST else "")
 
 
 def _machines(ranks: Sequence[int], per_node: int) -> str:

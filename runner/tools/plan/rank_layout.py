@@ -118,11 +118,6 @@ class RankLayout:
         """Whether layers are gathered before they run."""
         return self.pieces > 1
 
-    @property
-    def num_replicas(self) -> int:
-        """How many ranks hold the same of a model."""
-        return self.mesh.dp_cp_size // self.pieces
-
     def stages(self, layers: int) -> list[StageLayout]:
         """What each stage has of so many layers."""
         count = self.mesh.pp * self.chunks

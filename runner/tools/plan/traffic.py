@@ -112,7 +112,7 @@ class Traffic:
     def _for_data(self, model: ModelWeights) -> int:
         """Layers in pieces are gathered for the forward and, if freed, again for the backward pass, in each
         micro-batch; gradients are summed into pieces, and between copies once."""
-        spread, r = self.spread, self.spread.num_replicas
+        spread, r = self.spread, self.spread.mesh.dp_cp_size // self.spread.pieces
         part = spread.stage_parts(model, self.stage)
         plain = part.plain
         gathered = (2 if spread.resharded else 1) * plain.gathered_bytes(self._size)

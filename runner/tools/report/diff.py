@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from runner.run_dir.folder import RunFolder, display_path
 from runner.spec.base import iter_leaves
@@ -18,11 +17,11 @@ from runner.tracker.text import MACHINE_METRICS, align_columns, escape_for_termi
 
 ABSENT = "–"
 SHORT = 12  # digits of a fingerprint
+HEAD, SAME = ("what", "key", "A", "B"), "config, code, versions, device and data are the same"
 SPARKS = 24  # columns of a curve on the screen
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """Something that differs: where (config, code, version, device, data), what, and both values."""
 
     where: str
@@ -48,12 +47,7 @@ def diff_lines(first: RunFolder, second: RunFolder) -> list[str]:
     a, b = read_run(first), read_run(second)
     out = [f"A  {display_path(first.root)}", f"B  {display_path(second.root)}", ""]
     found = differences(a, b)
-    rows = [[d.where, d.name, d.first, d.second] for d in found]
-    out += (
-        align_columns([["what", "key", "A", "B"], *rows])
-        if rows
-        else ["config, code, versions, device and data are the same"]
-    )
+    out += align_columns([HEAD, *found]) if found else [SAME]
     named = [
         [n for n in order_metrics(without_bounds(r.series), None) if not n.startswith(MACHINE_METRICS)] for r in (a, b)
     ]
@@ -101,13 +95,10 @@ def write_page(first: RunFolder, second: RunFolder, path: Path) -> None:
         page.head("Evaluated afterwards")
         page.table(evaluated[0], [TableRow(row) for row in evaluated[1:]])
     page.head("What differs")
-    found = differences(a, b)
-    if found:
-        page.table(
-            ["what", "key", "A", "B"], [TableRow([d.where, d.name, d.first, d.second]) for d in found], wrap=True
-        )
+    if found := differences(a, b):
+        page.table(HEAD, [TableRow(difference) for difference in found], wrap=True)
     else:
-        page.text("config, code, versions, device and data are the same")
+        page.text(SAME)
     page.write(path)
 
 

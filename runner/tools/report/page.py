@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
@@ -127,18 +128,10 @@ class Page:
 
     def render(self) -> str:
         """The page."""
-        style, script = _asset("page.css"), _asset("page.js")
-        policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_digest(script)}'; img-src data:"
-        return (
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            '<link rel="icon" href="data:,">\n'
-            f"<title>{_escape(self.title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-            f'<h1>{_escape(self.title)}</h1>\n<p class="faint">{_escape(self.about)}</p>\n'
-            + "\n".join(self.parts)
-            + f"\n<script>{script}</script>\n</body>\n</html>\n"
-        )
+        script = _asset("page.js")
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        texts = {"title": _escape(self.title), "about": _escape(self.about), "parts": "\n".join(self.parts)}
+        return Template(_asset("page.html")).substitute(texts, style=_asset("page.css"), script=script, digest=digest)
 
     def write(self, path: Path) -> None:
         """Write the page. Raises StorageError."""
@@ -180,10 +173,6 @@ def _row(row: TableRow, wrap: bool) -> str:
 
 def _asset(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 HUE = 210

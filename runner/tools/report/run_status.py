@@ -23,7 +23,7 @@ import psutil
 from runner.core.errors import EnvironmentProblem
 from runner.core.rank_info import Host
 from runner.launch.slurm.commands import state_of
-from runner.run_dir.folder import RunFolder, display_path, is_latest, is_locked, read_mapping, read_spec
+from runner.run_dir.folder import RunFolder, display_path, is_locked, read_mapping, read_spec, run_argument
 from runner.spec.evaluation import HIGH, LOW
 from runner.tracker.jsonl import last_lines
 from runner.tracker.text import (
@@ -269,7 +269,7 @@ def status_lines(run: RunStatus) -> Iterator[str]:
     if run.logs:
         yield labeled_line("logs", ", ".join(map(_path, run.logs)))
     if run.state in GO_ON:
-        yield labeled_line("continue", f"run resume {'latest' if is_latest(folder) else display_path(folder.root)}")
+        yield labeled_line("continue", f"run resume {run_argument(folder)}")
 
 
 def _progress(run: RunStatus) -> str:

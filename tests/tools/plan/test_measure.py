@@ -151,7 +151,7 @@ def test_storages_are_counted_once_and_until_nobody_holds_them() -> None:
         wide = torch.empty(3, 7, device=META)  # 84 bytes: a block of 512
         del view, wide
         torch.empty(64, 64, device=META)
-    assert tracker.peak == {"activations": 16384, "logits": 512, "gradients": 0}
+    assert tracker.peaks["start"] == {"activations": 16384, "logits": 512, "gradients": 0}
 
 
 def test_of_a_gradient_its_part_stays() -> None:
@@ -162,4 +162,4 @@ def test_of_a_gradient_its_part_stays() -> None:
         (weight * 2).sum().backward()  # type: ignore[no-untyped-call]
         torch.empty(128, 64, device=META)
     assert len(handles) == 1 and weight.grad is None
-    assert tracker.peak == {"activations": 32768, "logits": 0, "gradients": 4096}
+    assert tracker.peaks["start"] == {"activations": 32768, "logits": 0, "gradients": 4096}
