@@ -84,7 +84,7 @@ MAIN_PTH = $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib
 	  > "$$($(TINKER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
 test-tinker: $(VENV)/.installed-dev $(TINKER_VENV)/.installed  ## run tinker with the SDK of Tinker and its cookbook, in an environment of their own
 	$(MAIN_PTH)
-	RUN_TINKER_VENV=$(abspath $(TINKER_VENV)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 600 tests/tinker/test_sdk.py $(ARGS)
+	RUN_TINKER_VENV=$(abspath $(TINKER_VENV)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 600 tests/tinker $(ARGS)
 
 test-torch: $(TORCH_VENV)/.installed  ## what meets torch, with another release of it, in an environment of its own: TORCH=2.7.1
 	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --timeout 600 $(TORCH_TESTS) $(ARGS)

@@ -7,7 +7,6 @@ from pydantic import Field
 from runner.spec.base import Config
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-PARALLELISMS = ("single", "ddp", "fsdp", "hsdp")
 
 
 class TinkerConfig(Config):

@@ -3,16 +3,16 @@
     row          x0 x1 x2 · · ·  y          ids of a datum, and room for the last target
     target [N]   y0 y1 y2 · · ·             target i is predicted at x_i, so it belongs to token i+1 of the row
 
-Every loss is a sum over positions, without normalization. lp = log π(target), q = its log-probability when it was
-sampled, A = advantage, w = weight, r = exp(lp − q). Legend: N positions of a datum, K targets of a position, T tokens.
+Every loss is a sum over positions, without normalization. lp = log π(target), w = weight, q = the log-probability when
+the target was sampled, a = advantage, r = exp(lp − q). N positions of a datum, K targets of a position, T tokens.
 
     cross_entropy         −Σ w·lp
-    importance_sampling   −Σ r·A
-    ppo                   −Σ min(r·A, clip(r, low, high)·A)          Schulman et al., 1707.06347
-    cispo                 −Σ stop_gradient(clip(r, low, high))·lp·A   MiniMax-M1, 2506.13585
-    dro                   −Σ (lp·A − ½·beta·(lp − q)²)                Richemond et al., 2405.19107
+    importance_sampling   −Σ r·a
+    ppo                   −Σ min(r·a, clip(r, low, high)·a)          Schulman et al., 1707.06347
+    cispo                 −Σ stop_gradient(clip(r, low, high))·lp·a   MiniMax-M1, 2506.13585
+    dro                   −Σ (lp·a − ½·beta·(lp − q)²)                Richemond et al., 2405.19107
 
-Formulas, defaults and names are those of the SDK's documentation. Where A is 0, r·A is 0 whatever r is.
+Formulas, defaults and names are those of the SDK's documentation. Where a is 0, r·a is 0 whatever r is.
 """
 
 from __future__ import annotations
@@ -31,51 +31,39 @@ from runner.interfaces import LOGPROBS, Loss, ModelLimits, Outputs
 from runner.tinker.messages import Datum
 
 
-def cross_entropy(lp: Tensor, weight: Tensor, q: Tensor, advantage: Tensor) -> Tensor:
+def cross_entropy(lp: Tensor, w: Tensor, q: Tensor, a: Tensor) -> Tensor:
     """The loss of each position; all arguments [T]."""
-    return -weight * lp
+    return -w * lp
 
 
-def importance_sampling(lp: Tensor, weight: Tensor, q: Tensor, advantage: Tensor) -> Tensor:
+def importance_sampling(lp: Tensor, w: Tensor, q: Tensor, a: Tensor) -> Tensor:
     """The loss of each position; all arguments [T]."""
-    return -_ratio(lp, q, advantage) * advantage
+    return -_ratio(lp, q, a) * a
 
 
 def ppo(
-    lp: Tensor,
-    weight: Tensor,
-    q: Tensor,
-    advantage: Tensor,
-    *,
-    clip_low_threshold: float = 0.8,
-    clip_high_threshold: float = 1.2,
+    lp: Tensor, w: Tensor, q: Tensor, a: Tensor, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2
 ) -> Tensor:
     """The loss of each position; all arguments [T]."""
-    ratio = _ratio(lp, q, advantage)
-    return -torch.minimum(ratio * advantage, ratio.clamp(clip_low_threshold, clip_high_threshold) * advantage)
+    ratio = _ratio(lp, q, a)
+    return -torch.minimum(ratio * a, ratio.clamp(clip_low_threshold, clip_high_threshold) * a)
 
 
 def cispo(
-    lp: Tensor,
-    weight: Tensor,
-    q: Tensor,
-    advantage: Tensor,
-    *,
-    clip_low_threshold: float = 0.0,
-    clip_high_threshold: float = 4.0,
+    lp: Tensor, w: Tensor, q: Tensor, a: Tensor, *, clip_low_threshold: float = 0.0, clip_high_threshold: float = 4.0
 ) -> Tensor:
     """The loss of each position; all arguments [T]."""
-    return -_ratio(lp, q, advantage).clamp(clip_low_threshold, clip_high_threshold).detach() * lp * advantage
+    return -_ratio(lp, q, a).clamp(clip_low_threshold, clip_high_threshold).detach() * lp * a
 
 
-def dro(lp: Tensor, weight: Tensor, q: Tensor, advantage: Tensor, *, beta: float = 0.05) -> Tensor:
+def dro(lp: Tensor, w: Tensor, q: Tensor, a: Tensor, *, beta: float = 0.05) -> Tensor:
     """The loss of each position; all arguments [T]."""
-    return -(lp * advantage - 0.5 * beta * (lp - q).square())
+    return -(lp * a - 0.5 * beta * (lp - q).square())
 
 
-def _ratio(lp: Tensor, q: Tensor, advantage: Tensor) -> Tensor:
+def _ratio(lp: Tensor, q: Tensor, a: Tensor) -> Tensor:
     """r, and 1 where it is multiplied by 0, so that it cannot overflow there."""
-    return torch.where(advantage != 0, lp - q, 0).exp()
+    return torch.where(a != 0, lp - q, 0).exp()
 
 
 LOSSES: Mapping[str, Callable[..., Tensor]] = {

@@ -98,12 +98,10 @@ def inflight_key(model_id: str) -> str:
 
 
 def read_sample_request(request_id: str, body: Json, limits: ModelLimits) -> SampleRequest:
-    """The sampling request in a body. Raises DataError for values out of range; the engine checks lengths."""
+    """The sampling request in a body. Raises DataError for values out of range; the engine checks ids."""
     if unsupported := [name for name in UNSUPPORTED if body.get(name)]:
         raise DataError(f"{unsupported[0]} is not supported by this server; leave it out")
     ids, count = tuple(read_model_input(body["prompt"]).tolist()), int(body.get("num_samples", 1))
-    if wrong := [i for i in ids if not 0 <= i < limits.vocab_size]:
-        raise DataError(f"the prompt has the id {wrong[0]}; ids are below {limits.vocab_size}")
     top_prompt, top = (int(body.get(f"topk_{name}_logprobs") or 0) for name in ("prompt", "sample"))
     if not 1 <= count <= MAX_SAMPLES or not (0 <= top_prompt <= MAX_TOP and 0 <= top <= MAX_TOP):
         text = f"num_samples={count}, topk_prompt_logprobs={top_prompt} or topk_sample_logprobs={top}"

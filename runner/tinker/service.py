@@ -34,7 +34,7 @@ from runner.tinker.checkpoints import CheckpointPath, CheckpointRecord, ClientSt
 from runner.tinker.losses import check_data, check_loss, pack_data, split_logprobs
 from runner.tinker.messages import Datum, PassResult, SampleResult
 from runner.trainer.learner import LocalLearner
-from runner.trainer.optimizer_state import load_parameters, restore_learner_state
+from runner.trainer.optimizer_state import learner_state, load_parameters, restore_learner_state
 from runner.weight_sync.weight_checksum import weights_digest
 
 
@@ -42,7 +42,8 @@ from runner.weight_sync.weight_checksum import weights_digest
 class Tenant:
     """A training client. peft_name: of its adapter in the base.
 
-    steps: finished optimizer steps; saved: those in its newest state
+    parameters: of the adapter, by their names in a PEFT folder; steps: finished optimizer steps; saved: those in its
+    newest state
     """
 
     learner: LocalLearner
@@ -51,14 +52,10 @@ class Tenant:
     steps: int = 0
     saved: int = 0
 
-    def file_name(self, parameter: str) -> str:
-        """A parameter's name in a PEFT folder."""
-        return parameter.replace(f".{self.peft_name}.", ".")
-
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One request of a client: `count` answers to a prompt. adapter: a checkpoint's path, None = the base.
+    """One request of a client: `count` answers to a prompt.
 
     prompt_logprobs: how many of the likeliest tokens of the prompt are reported, None = no log-probabilities of it
     """
@@ -134,9 +131,7 @@ class TrainingService:
         parts = [part for part in get_args(Part) if getattr(lora, f"train_{part}")]
         name = self._new_name()
         add_lora(self._model, name, rank=lora.rank, alpha=lora.alpha, seed=lora.seed, parts=parts, base=self._base)
-        during = partial(self._model.adapter_active, name)
-        with during():
-            parameters = self._model.trainable()
+        parameters = self._adapter_parameters(name)
         optimizer = build_adamw(AdamWConfig(), parameters=parameters, decide=self._decide)
         learner = LocalLearner(
             self._model,
@@ -150,7 +145,7 @@ class TrainingService:
             peers=self._world.peers,
             gradients=self._world.gradient_reducer(self._model),
             drawing=self._world.replica_peers,
-            during=during,
+            during=partial(self._model.adapter_active, name),
         )
         self._tenants[model_id] = Tenant(learner, name, parameters)
         try:
@@ -215,18 +210,17 @@ class TrainingService:
     ) -> None:
         """Write the adapter and, for `weights`, the optimizer's state. Raises DataError, StorageError."""
         tenant = self._tenant(target.model_id)
-        adapter = {tenant.file_name(name): parameter for name, parameter in tenant.parameters.items()}
-        groups = tensors = None
+        groups = optimizer = None
         if target.kind == "weights":
-            state = tenant.learner.state_dict()
-            groups, named = state["optimizer"]["groups"], state["tensors"].items()
-            tensors = {tenant.file_name(name): value for name, value in named if name.startswith("optim/")}
+            state = learner_state(tenant.parameters, tenant.learner.optimizer)
+            groups = state["optimizer"]["groups"]
+            optimizer = {name: value for name, value in state["tensors"].items() if name.startswith("optim/")}
 
         def write() -> None:
             module: Any = self._model.module
-            config, digest = module.peft_config[tenant.peft_name], weights_digest(adapter)
+            config, digest = module.peft_config[tenant.peft_name], weights_digest(tenant.parameters)
             record = CheckpointRecord(tenant.steps, digest, now_text(), 0, expires, user_metadata, groups)
-            self._store.write(target, record, adapter, config, tensors, overwrite=overwrite)
+            self._store.write(target, record, tenant.parameters, config, optimizer, overwrite=overwrite)
 
         run_on_rank0(self._world.world_peers, write)
         if groups is not None:
@@ -245,16 +239,12 @@ class TrainingService:
         tenant = self._tenant(model_id)
         read = partial(self._store.read, source, optimizer=with_optimizer)
         record, adapter, state = run_on_rank0(self._world.world_peers, read)
-        names = {tenant.file_name(name): name for name in tenant.parameters}
-        shapes = {file: tenant.parameters[name].shape for file, name in names.items()}
-        if {file: value.shape for file, value in adapter.items()} != shapes:
+        saved, own = ({name: value.shape for name, value in one.items()} for one in (adapter, tenant.parameters))
+        if saved != own:
             raise DataError(f"{source} is of another LoRA than this client; create the client from the checkpoint")
-        tensors = {f"param/{names[file]}": value for file, value in adapter.items()}
+        tensors = {f"param/{name}": value for name, value in adapter.items()}
         if with_optimizer:
-            for key, value in state.items():  # optim/exp_avg/FILE
-                kind, _, file = key.rpartition("/")
-                tensors[f"{kind}/{names[file]}"] = value
-            restored: State = {"tensors": tensors, "optimizer": {"groups": record.optimizer, "values": {}}}
+            restored: State = {"tensors": tensors | state, "optimizer": {"groups": record.optimizer, "values": {}}}
             restore_learner_state(tenant.parameters, tenant.learner.optimizer, restored)
         else:
             load_parameters(tenant.parameters, tensors)
@@ -306,7 +296,7 @@ class TrainingService:
         if key not in self._samplers:
             self._make_room()
             self._add_sampler(key, source)
-        own = self._sampler_parameters(self._samplers[key])
+        own = self._adapter_parameters(self._samplers[key])
         load_parameters(own, {f"param/{name}": adapter[name] for name in own if name in adapter})
         if (found := weights_digest(own)) != record.digest:
             self._remove_sampler(key)
@@ -370,7 +360,7 @@ class TrainingService:
         self._dropped += self._engine.remove_adapter(key)
         self._model.remove_adapter(self._samplers.pop(key))
 
-    def _sampler_parameters(self, peft_name: str) -> dict[str, torch.nn.Parameter]:
+    def _adapter_parameters(self, peft_name: str) -> dict[str, torch.nn.Parameter]:
         """An adapter's parameters by their names in a PEFT folder."""
         named = self._model.module.named_parameters()
         return {name.replace(f".{peft_name}.", "."): p for name, p in named if f".{peft_name}." in name}

@@ -47,21 +47,9 @@ def training_routes(state: ServerState) -> list[Route]:
         "load_weights": load_weights,
         "weights_info": weights_info,
     }
-
-    async def run_pass(request: Request) -> Response:
-        if request.headers.get("content-type", "").startswith(PROTOBUF):
-            found = decode_pass_request(await request.body())
-        else:
-            forward_only = request.url.path.endswith("/forward")
-            found = read_pass_request(await read_json(request), forward_only=forward_only)
-        prepare = partial(prepare_pass, state, found)
-        return JSONResponse(state.order(found.model_id, found.seq_id, request.scope["owner"], prepare))
-
-    async def retrieve_future(request: Request) -> Response:
-        return await _retrieve_future(state, request)
-
     other = {"forward_backward": run_pass, "forward": run_pass, "retrieve_future": retrieve_future}
-    return json_routes(state, post) + [Route(PREFIX + path, one, methods=["POST"]) for path, one in other.items()]
+    routes = [Route(PREFIX + path, partial(answer, state), methods=["POST"]) for path, answer in other.items()]
+    return json_routes(state, post) + routes
 
 
 def in_order(prepare: Callable[[ServerState, Json, str], Operation]) -> Handler:
@@ -108,6 +96,16 @@ def get_info(state: ServerState, body: Json, owner: str) -> Json:
     data = {"arch": base.architecture, "model_name": base.name, "tokenizer_id": base.name}
     about = {"model_id": record.model_id, "model_name": base.name, "model_data": data}
     return {**about, "type": "get_info", "is_lora": True, "lora_rank": record.lora.rank}
+
+
+async def run_pass(state: ServerState, request: Request) -> Response:
+    """Queue forward_backward, or forward."""
+    if request.headers.get("content-type", "").startswith(PROTOBUF):
+        found = decode_pass_request(await request.body())
+    else:
+        found = read_pass_request(await read_json(request), forward_only=request.url.path.endswith("/forward"))
+    prepare = partial(prepare_pass, state, found)
+    return JSONResponse(state.order(found.model_id, found.seq_id, request.scope["owner"], prepare))
 
 
 def prepare_pass(state: ServerState, found: PassRequest) -> Operation:
@@ -171,7 +169,7 @@ def weights_info(state: ServerState, body: Json, owner: str) -> Json:
     return {"base_model": record.base_model, "is_lora": True, "lora_rank": record.lora.rank, **flags}
 
 
-async def _retrieve_future(state: ServerState, request: Request) -> Response:
+async def retrieve_future(state: ServerState, request: Request) -> Response:
     """Wait for a result; after HOLD_S the client asks again."""
     request_id = (await read_json(request))["request_id"]
     future = state.futures.get(request_id, request.scope["owner"])

@@ -1,7 +1,7 @@
 """A client that uses the SDK as its users do; prints what it found as JSON. Runs in the SDK's environment.
 
 sdk_client.py everything             each call once
-sdk_client.py steps FILE             passes and steps over the rows of a file, then a saved state
+sdk_client.py steps FILE             a pass and a step for each batch of a file, then a saved state
 """
 
 from __future__ import annotations
@@ -118,13 +118,14 @@ def steps(file: str) -> dict[str, Any]:
     service = tinker.ServiceClient()
     base = service.get_server_capabilities().supported_models[0].model_name
     training = await_client(service.create_lora_training_client(base_model=base, **given["lora"]))
-    losses = []
-    for _ in range(given["steps"]):
-        rows = [datum(row["ids"][:-1], row["ids"][1:], weights=row["weights"][1:]) for row in given["rows"]]
-        passed = training.forward_backward(rows, "cross_entropy")
-        training.optim_step(types.AdamParams(**given["adam"])).result()
+    losses, norms = [], []
+    for batch in given["batches"]:
+        rows = [datum(row["ids"][:-1], row["ids"][1:], **row["inputs"]) for row in batch]
+        passed = training.forward_backward(rows, given["loss"])
+        stepped = training.optim_step(types.AdamParams(**given["adam"])).result()
         losses.append(passed.result().metrics["loss:sum"])
-    return {"losses": losses, "path": training.save_state("end").result().path}
+        norms.append(stepped.metrics["grad_norm:mean"])
+    return {"losses": losses, "norms": norms, "path": training.save_state("end").result().path}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""GRPO over HTTP, by importance sampling, against algorithm=grpo on the same samples."""
+"""GRPO over HTTP and through the SDK, by importance sampling, against algorithm=grpo on the same samples."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from runner.tinker.messages import Datum
 from runner.trainer.learner import LocalLearner
 from runner.trainer.loop import run_loop
 from tests.tinker.servers import SIZES, Client, running
+from tests.tinker.test_sdk import needs_sdk, sdk_steps
 
 # A large eps: Adam divides by the gradient's size, so the rounding of one that is nearly 0 would become a whole step.
 ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-4, "weight_decay": 0.1, "grad_clip_norm": 1.0}
+LORA = {"rank": 16, "seed": 0, "train_unembed": False}
 JOB = (
     "model=tiny",
     *(f"model.{name}={size}" for name, size in SIZES.items()),
@@ -79,21 +82,43 @@ def datums(batch: Batch) -> list[Datum]:
     return found
 
 
+def train_by_http(url: str, batches: Sequence[Sequence[Datum]], cwd: Path) -> tuple[list[float], str]:
+    """The gradient norm of each step, and the path of the trained weights."""
+    client, found = Client(url), []
+    model_id = client.train(client.session(), **LORA)
+    for step, batch in enumerate(batches):
+        passed = client.begin_pass(model_id, 2 * step + 1, batch, "importance_sampling")
+        stepped = client.begin_step(model_id, 2 * step + 2, **ADAM)
+        assert "loss:sum" in client.result(passed)["metrics"]
+        found.append(client.result(stepped)["metrics"]["grad_norm:mean"])
+    saved = client.post("save_weights", {"model_id": model_id, "seq_id": 2 * len(batches) + 1, "path": "end"})
+    return found, client.result(saved)["path"]
+
+
+def train_by_sdk(url: str, batches: Sequence[Sequence[Datum]], cwd: Path) -> tuple[list[float], str]:
+    """The same through the SDK."""
+    rows = [
+        [
+            {
+                "ids": [*datum.ids.tolist(), int(datum.inputs["target_tokens"][-1])],
+                "inputs": {name: datum.inputs[name].tolist() for name in ("logprobs", "advantages")},
+            }
+            for datum in batch
+        ]
+        for batch in batches
+    ]
+    given = {"lora": LORA, "adam": ADAM, "loss": "importance_sampling", "batches": rows}
+    found = sdk_steps(url, given, cwd)
+    return found["norms"], found["path"]
+
+
 @pytest.mark.slow
-def test_grpo_over_http_is_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("train", [train_by_http, pytest.param(train_by_sdk, marks=needs_sdk)])
+def test_grpo_through_the_server_is_the_job(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, norms, trained = run_grpo(tmp_path / "job", monkeypatch)
     assert len(batches) == 4 and min(norms) > 0, "rewards differ within groups"
     with running(tmp_path / "server") as (url, _, built):
-        client = Client(url)
-        model_id = client.train(client.session(), rank=16, seed=0, train_unembed=False)
-        found = []
-        for step, batch in enumerate(batches):
-            passed = client.begin_pass(model_id, 2 * step + 1, datums(batch), "importance_sampling")
-            stepped = client.begin_step(model_id, 2 * step + 2, **ADAM)
-            assert "loss:sum" in client.result(passed)["metrics"]
-            found.append(client.result(stepped)["metrics"]["grad_norm:mean"])
-        save = {"model_id": model_id, "seq_id": 9, "path": "end"}
-        path = client.result(client.post("save_weights", save))["path"]
+        found, path = train(url, list(map(datums, batches)), tmp_path)
         file = built.store.path(CheckpointPath.parse(path)) / "adapter_model.safetensors"
     np.testing.assert_allclose(found, norms, rtol=1e-5)
     adapter = load_file(file)

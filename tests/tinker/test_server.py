@@ -108,17 +108,23 @@ def test_a_request_that_is_sent_again_is_computed_once(server: Server, client: C
     assert len(sessions) == 1
 
 
-def test_clients_beside_one_that_fails_or_waits_get_the_numbers_they_get_alone(client: Client) -> None:
+def test_clients_beside_one_that_fails_waits_or_sends_much_get_the_numbers_they_get_alone(client: Client) -> None:
     session = client.session()
     models = [client.train(session, number) for number in range(4)]
     wanted = losses(client, models[0], 1, 3)
     stuck = client.begin_pass(models[1], 2, supervised())  # number 1 never comes
-    bad = [Datum(one.ids, {**one.inputs, "weights": one.inputs["weights"] * np.nan}) for one in supervised()]
-    failed = [client.begin_pass(models[2], seq, bad) for seq in range(1, 4)]
+    bad = [
+        Datum(one.ids, {"target_tokens": one.inputs["target_tokens"], "logprobs": zeros, "advantages": zeros * np.nan})
+        for one in supervised()
+        for zeros in [np.zeros(len(one.ids))]
+    ]
+    failed = [client.begin_pass(models[2], seq, bad, "importance_sampling") for seq in range(1, 4)]
+    large = [client.begin_pass(models[0], seq, supervised([(1, 2, 3)] * 1250)) for seq in (7, 8)]
     assert losses(client, models[3], 1, 3) == wanted
     for started in failed:
         answer = client.result(started)
-        assert answer["category"] == "user" and "weights have a value that is NaN" in answer["error"]
+        assert answer["category"] == "user" and "advantages have a value that is NaN" in answer["error"]
+    assert {client.result(started)["metrics"]["tokens:sum"] for started in large} == {2500}
     waiting = threading.Timer(0.1, lambda: client.post(f"sessions/{session}/finish", {}))
     waiting.start()
     assert "has ended" in client.result(stuck)["error"]
@@ -236,7 +242,7 @@ def test_limits_have_an_answer_of_their_own(client: Client) -> None:
     ):
         answer = client.result(client.post("create_model", {**body, **wrong, "model_seq_id": number}))
         assert said in answer["error"] and answer["category"] == "user"
-    large = client.begin_pass(models[0], 1, supervised([[1] * 200] * 100))
+    large = client.begin_pass(models[0], 1, supervised([[1] * 4_190_000]))  # 64 MB, which the limit on bodies allows
     assert "above tinker.max_request_values=40000" in client.result(large)["error"]
     answer = client.http.post("optim_step", content=b"x" * (65 << 20), headers={"Content-Type": "application/json"})
     assert answer.status_code == 413
@@ -289,14 +295,16 @@ def test_a_session_without_heartbeat_ends(tmp_path: Path, monkeypatch: pytest.Mo
         session, other = client.session(), client.session()
         model_id = client.train(session)
         gone = client.train(other)
+        wanted = losses(client, gone, 1, 2)
         stuck = client.begin_step(model_id, 2)
         answer = client.result(stuck)
         assert "request 1 of this client did not arrive within 0.5 s" in answer["error"]
-        assert len(losses(client, model_id, 3, 1)) == 1
+        found = losses(client, model_id, 3, 1)
         for _ in range(12):
             client.post("session_heartbeat", {"session_id": session})
             time.sleep(0.4)
         assert records.ended == [gone]
+        assert found + losses(client, model_id, 5, 1) == wanted
         answer = client.http.post("session_heartbeat", json={"session_id": other})
         assert answer.status_code == 410 and "create a new client from its last checkpoint" in answer.text
 

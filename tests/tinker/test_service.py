@@ -58,8 +58,7 @@ def alone(service: TrainingService, number: int, steps: int) -> list[Any]:
 
 
 def weights(service: TrainingService, name: str) -> dict[str, torch.Tensor]:
-    tenant = service._tenant(name)
-    return {tenant.file_name(key): p.detach().clone() for key, p in tenant.parameters.items()}
+    return {key: p.detach().clone() for key, p in service._tenant(name).parameters.items()}
 
 
 def test_eight_clients_in_turn_compute_what_each_does_alone(service: TrainingService) -> None:
