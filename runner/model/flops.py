@@ -178,7 +178,9 @@ def attention_widths(config: Any) -> tuple[tuple[int | None, int], ...]:
 
 
 def head_size(inner: Any) -> int:
-    """Features of an attention head."""
+    """Features of an attention head; the most of a layer where layers differ, as those of Gemma 4 do."""
+    if getattr(inner, "is_heterogeneous", False):
+        return max(head_size(layer) for layer in inner.per_layer_config)
     return int(getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads)
 
 

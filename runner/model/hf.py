@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,15 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMaskedLM,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from runner.core.errors import CheckpointError, EnvironmentProblem, SecurityError, UnsupportedModelError
+from runner.core.errors import CheckpointError, EnvironmentProblem, SecurityError
 from runner.core.progress_bars import no_load_report, no_progress_bar
 from runner.interfaces import Decide
+from runner.model.auto_class import auto_class, is_image_text, refuse_other_kind
 from runner.model.batch_layout import check_row_length, max_row_length
 from runner.model.causal_lm import model_class_for_head
 from runner.model.config import HfConfig
@@ -88,7 +80,7 @@ def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
             f"{path} has no tokenizer ({', '.join(TOKENIZERS)})\n"
             f"  copy its tokenizer into the folder, or in a job type {option}=FOLDER"
         )
-    with _translate_errors(path, key):
+    with translate_errors(path, key):
         made = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
     if not made.chat_template and (file := Path(path) / "chat_template.json").is_file():  # an older form of processors
         made.chat_template = read_json(file).get("chat_template")
@@ -144,7 +136,7 @@ def build(
         raise EnvironmentProblem(
             f"model.from_scratch=true and {key}={weights.adapter}, an adapter: leave one of them out"
         )
-    with _translate_errors(path, key):
+    with translate_errors(path, key):
         source = weights_source(weights, f"from seed {seed}" if scratch else None)
         # one commit for config and weights
         config = config.model_copy(update={"revision": source.commit or weights.revision})
@@ -202,7 +194,7 @@ def _find_adapter(path: str, key: str, revision: str | None) -> tuple[Path | Non
     path = _check_path(path, key)
     if Path(path).exists():
         return (Path(path) if is_adapter(path) else None), path
-    with _translate_errors(path, key):
+    with translate_errors(path, key):
         if find_adapter_config_file(path, revision=revision) is None:
             return None, path
         if cached_file(path, "config.json", revision=revision, _raise_exceptions_for_missing_entries=False):
@@ -227,40 +219,18 @@ def _both_error(path: str, key: str) -> EnvironmentProblem:
     return EnvironmentProblem(f"{text}\n  move one of them into its own folder, and give the folder that you need")
 
 
-def auto_class(architecture: Any, head: Head) -> Any:
-    """The transformers class that loads the whole model, with its vision part where it has one."""
-    if head == "scalar":
-        return AutoModelForSequenceClassification
-    return AutoModelForImageTextToText if is_image_text(architecture) else AutoModelForCausalLM
-
-
-def is_image_text(architecture: Any) -> bool:
-    """Whether a transformers config is of a model with a vision part."""
-    return type(architecture) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and hasattr(architecture, "vision_config")
-
-
-_OTHER_KINDS: dict[Any, str] = {  # of those that AutoModelForCausalLM lacks; the first that has it says what it is
-    AutoModelForImageTextToText: "a model of images and text",
-    AutoModelForSpeechSeq2Seq: "a model of speech",
-    AutoModelForSeq2SeqLM: "an encoder-decoder",
-    AutoModelForMaskedLM: "an encoder",
-    AutoModelForCausalLM: "a causal language model",
-    AutoModelForMultimodalLM: "a model of text, images, sound and video, of which sound and video are not supported",
-}
-
-
 def architecture(config: HfConfig, tokenizer: Any, init_from: str | None = None, head: Head = "lm") -> Any:
     """The transformers config of the model that `build` loads. Raises what `build` raises for such a path."""
     key = "model.path" if init_from is None else "init_from"
     weights = find_weights(config, key, init_from)
-    with _translate_errors(weights.path, key):
+    with translate_errors(weights.path, key):
         return _architecture(weights.path, key, config.model_copy(update={"revision": weights.revision}), head)
 
 
 def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
     """The model's config without entries that fetch code or pickles: attention kernels, odd weight files."""
     found = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    _refuse_other_kind(found, f"{key}={path}", head)
+    refuse_other_kind(found, f"{key}={path}", head)
     found._attn_implementation = None  # transformers then takes the best of its own
     if head == "scalar":
         found.num_labels = 1
@@ -268,30 +238,6 @@ def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
     if weights and not str(weights).endswith(SAFE_ENDINGS):
         raise SecurityError(f"{key}={path}: its config names {weights} as weights; only safetensors are loaded")
     return found
-
-
-def _refuse_other_kind(config: Any, source: str, head: Head) -> None:
-    """Raise EnvironmentProblem where transformers has no language model, or classifier, for a config."""
-    auto = auto_class(config, head)
-    # transformers has a head for each token of these too, which would see the tokens that it predicts
-    encodes = type(config) in AutoModelForMaskedLM._model_mapping and not (
-        config.is_encoder_decoder or getattr(config, "is_decoder", True)
-    )
-    if (type(config) in auto._model_mapping and not encodes) or auto.__name__ in (
-        getattr(config, "auto_map", None) or {}
-    ):
-        return
-    what = next(
-        (what for other, what in _OTHER_KINDS.items() if type(config) in other._model_mapping), "no language model"
-    )
-    text = f"{source} has model_type={config.model_type}, which is {what}"
-    if head == "scalar" and (type(config) in AutoModelForCausalLM._model_mapping or is_image_text(config)):
-        lacks = f"transformers {version('transformers')} has no sequence classifier for it"
-        raise UnsupportedModelError(f"{text}; {lacks}\n  choose another model; for ppo type algorithm.critic=shared")
-    raise EnvironmentProblem(
-        f"{text}, not a causal language model of transformers {version('transformers')}\n"
-        f"  set the folder or hub id of one whose config.json names a …ForCausalLM: {source.partition('=')[0]}=…"
-    )
 
 
 def _load_pretrained(
@@ -348,7 +294,7 @@ def _fix_generation_config(path: str, config: Any, decide: Decide) -> None:
     except ValueError as error:
         decide("generation_config", "as published", "do_sample=true", " ".join(str(error).split())[:200])
         config.do_sample = True
-    with _translate_errors(path):
+    with translate_errors(path):
         config.validate(strict=True)
 
 
@@ -368,7 +314,7 @@ def _check_path(path: str, key: str) -> str:
 
 
 @contextmanager
-def _translate_errors(path: str, key: str = "model.path") -> Iterator[None]:
+def translate_errors(path: str, key: str = "model.path") -> Iterator[None]:
     """Turn what transformers raises about a model it cannot get into errors that say what to type."""
     try:
         yield
@@ -381,8 +327,14 @@ def _translate_errors(path: str, key: str = "model.path") -> Iterator[None]:
         if "trust_remote_code" in str(error):
             ours = key.startswith("model.") or key == "init_from"
             hint = "if you have read that code, type model.trust_remote_code=true" if ours else f"choose another {key}"
-            raise SecurityError(f"{path} contains Python code, which is not executed\n  {hint}") from error
+            raise SecurityError(f"{path}{_kind(path)} contains Python code, which is not executed\n  {hint}") from error
         raise EnvironmentProblem(f"{path} cannot be loaded: {_first_lines(error)}") from error
+
+
+def _kind(path: str) -> str:
+    """The model type of a path that transformers has read, in words; nothing for a tokenizer alone."""
+    file = cached_file(path, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    return f" (model_type={read_json(Path(file)).get('model_type')})" if file else ""
 
 
 def _first_lines(error: Exception) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import torch
 from PIL import Image
@@ -105,6 +106,10 @@ def test_server_infer_chat_evaluator_and_transformers_answer_alike(
             "total_tokens": len(prompt) + len(answer),
         }
         said = got["choices"][0]["message"]["content"]
+        with openai.OpenAI(base_url=server.url, api_key="none") as official:
+            sent = {name: value for name, value in body(data_url(path)).items() if name != "return_token_ids"}
+            [choice] = official.chat.completions.create(**sent).choices
+            assert choice.message.content == said
         assert "".join(streamed_text(client, body(data_url(path)))) == said
         assert (
             client.post("../tokenize", json={"messages": body(data_url(path))["messages"]}).json()["tokens"] == prompt

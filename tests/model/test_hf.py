@@ -106,7 +106,7 @@ def test_code_in_the_model_folder_is_not_run(folder: Path) -> None:
         auto_map={"AutoConfig": "theirs.C", "AutoModelForCausalLM": "theirs.M"},
     )
     (folder / "theirs.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(SecurityError, match=r"model\.trust_remote_code=true"):
+    with pytest.raises(SecurityError, match=r"\(model_type=theirs\) contains [^!]*model\.trust_remote_code=true"):
         hf.build(HfConfig(path=str(folder)), tokenizer=None, device=CPU, seed=0, decide=Decisions())
 
 
@@ -218,6 +218,8 @@ def cached_on_hub(folder: Path, name: str, commit: str) -> None:
             {"model_type": "qwen2_5_omni"},
             "of text, images, sound and video, of which sound and video are not supported",
         ),
+        ({"model_type": "qwen2_5_omni_thinker"}, "model_type=qwen2_5_omni_thinker, which is a model of text, images,"),
+        ({"model_type": "qwen3_omni_moe_thinker"}, "of which sound and video are not supported"),
         ({"model_type": "new_model"}, "model type `new_model`"),
         ({"hidden_size": 8}, "Should have a `model_type` key"),
     ],

@@ -128,9 +128,13 @@ def test_packed_rows_are_rows_alone_and_what_transformers_computes(
     }
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 4e-6), (torch.float64, 1e-6)])  # without its rounding
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "internvl", "gemma3"])
-def test_a_shared_prompt_is_a_repeated_prompt(kind: str, pictures: list[str], tmp_path: Path) -> None:
+def test_a_shared_prompt_is_a_repeated_prompt(
+    kind: str, dtype: torch.dtype, limit: float, pictures: list[str], tmp_path: Path
+) -> None:
     model, rows = built(write_folder(kind, tmp_path), pictures)
+    model.module.to(dtype)
     branches = [Branch([65, 66, 258], {"weight": [1.0] * 3}), Branch([70, 258], {"weight": [1.0] * 2})]
     trees = [Tree(rows[0], branches), Tree(rows[2], branches)]
     shared, repeated = (pack_trees(trees, share=share) for share in (True, False))
@@ -138,8 +142,8 @@ def test_a_shared_prompt_is_a_repeated_prompt(kind: str, pictures: list[str], tm
     torch.testing.assert_close(got[0], wanted[0], atol=1e-6, rtol=1e-6)
     got, kept = loss_and_gradients(model, [shared]), loss_and_gradients(model, [shared])[1]
     kept = {name: value.clone() for name, value in kept.items()}
-    assert relative(kept, loss_and_gradients(model, [repeated])[1]) <= 1e-5
-    assert relative(kept, loss_and_gradients(model, list(micro_batches(shared, 1)))[1]) <= 1e-5
+    assert relative(kept, loss_and_gradients(model, [repeated])[1]) <= limit
+    assert relative(kept, loss_and_gradients(model, list(micro_batches(shared, 1)))[1]) <= limit
 
 
 @FAMILIES
@@ -242,7 +246,7 @@ def bare_losses(folder: Path, rows: Sequence[Sequence[int]], pictures: list[str]
     return losses
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "internvl", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "internvl", "gemma3", "qwen3_5"])
 def test_ten_steps_are_those_of_a_bare_transformers_loop(kind: str, pictures: list[str], tmp_path: Path) -> None:
     folder = write_folder(kind, tmp_path)
     model, rows = built(folder, pictures)

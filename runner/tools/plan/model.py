@@ -20,9 +20,10 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.device.npu_fused import install_fused_ops
 from runner.inference.model_source import resolve_model_path
-from runner.model import hf
+from runner.model.auto_class import auto_class, refuse_other_kind
 from runner.model.causal_lm import CausalLM
 from runner.model.config import HfConfig, ModelConfig
+from runner.model.hf import translate_errors
 from runner.model.initial_weights import DTYPES, quantize_layers
 from runner.model.model_folder import adapter_base, is_adapter
 from runner.model.peft_adapter import attach_adapter
@@ -75,20 +76,22 @@ def published_config(path: str, revision: str | None = None, base: str | None = 
     if is_adapter(path):
         return published_config(base or adapter_base(path))
     if Path(path).exists():
-        return _read(path, revision, local=True), "its folder"
+        return _read_config(path, revision, local=True), "its folder"
     try:
-        return AutoConfig.from_pretrained(path, revision=revision, local_files_only=True), "the hub's cache"
-    except (OSError, ValueError):
+        return _read_config(path, revision, local=True), "the hub's cache"
+    except EnvironmentProblem:
         if (shape := KNOWN_MODELS.get(path)) is not None:
             return AutoConfig.for_model(**shape), "the list of published shapes"
-    return _read(path, revision, local=False), "the hub"
+    return _read_config(path, revision, local=False), "the hub"
 
 
-def _read(path: str, revision: str | None, local: bool) -> Any:
+def _read_config(path: str, revision: str | None, local: bool) -> Any:
+    """Without code of the folder: transformers would ask on the terminal whether to run it."""
     try:
-        return AutoConfig.from_pretrained(path, revision=revision, local_files_only=local)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        with translate_errors(path):
+            return AutoConfig.from_pretrained(path, revision=revision, local_files_only=local, trust_remote_code=False)
+    except EnvironmentProblem as error:
+        reason = str(error).partition("\n")[0].removeprefix(f"{path} cannot be loaded: ")
         raise EnvironmentProblem(
             f"the shape of {path} is not known here: {reason}\n"
             "  type model.path=FOLDER with its config.json (the weights are not read)"
@@ -109,8 +112,9 @@ def build_meta_model(spec: JobSpec, head: Head, architecture: Any, adapted: bool
     shape = deepcopy(architecture)
     if head == "scalar":
         shape.num_labels = 1
+    refuse_other_kind(shape, f"model.path={spec.model.source}", head)
     with torch.device(META):
-        module = hf.auto_class(shape, head).from_config(shape, dtype=DTYPES[spec.stored_dtype(trains=adapted)])
+        module = auto_class(shape, head).from_config(shape, dtype=DTYPES[spec.stored_dtype(trains=adapted)])
     quiet = Decisions()
     if spec.model.quantization is not None:
         quantize_layers(module, META, spec.model.quantization, quiet)

@@ -15,7 +15,7 @@ from typing import Any
 
 from runner.core.batch import PATCHES_PER_PLACE
 from runner.device.cards import GIB, Card
-from runner.model.hf import is_image_text
+from runner.model.auto_class import is_image_text
 from runner.parallelism.mesh import Mesh
 from runner.spec.job import JobSpec
 from runner.tools.plan.estimate import FRAGMENTATION, Estimate, MemoryBand

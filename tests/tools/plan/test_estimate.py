@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -402,3 +403,21 @@ def test_the_verb_plans_a_model_that_is_not_here(command: Any) -> None:
 def test_a_question_that_has_no_answer_is_refused(command: Any, words: tuple[str, ...], said: str) -> None:
     code, _, complaint = command("plan", "+recipe=sft_npu", *words)
     assert code == 2 and said in complaint
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "said"),
+    [
+        ({"model_type": "qwen2_5_omni"}, 2, "which is a model of text, images, sound and video, of which"),
+        ({"model_type": "t5"}, 2, "model_type=t5, which is an encoder-decoder"),
+        ({"model_type": "new_model"}, 2, "model type `new_model`"),
+        ({"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.C"}}, 8, "(model_type=theirs) contains Python"),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
+)
+def test_a_model_of_another_kind_has_no_plan(
+    config: dict[str, Any], code: int, said: str, command: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ended, _, complaint = command("plan", "+recipe=sft_npu", f"model.path={tmp_path}")
+    assert ended == code and said in complaint and len(complaint.replace(str(tmp_path), "")) < 400
