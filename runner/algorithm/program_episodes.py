@@ -115,7 +115,10 @@ def _continues(ids: Sequence[int], row: Episode) -> bool:
 def _make_episode(
     prompt: Prompt, turns: Sequence[tuple[PolicyCall, Rollout]], result: EpisodeResult, tokenizer: Any
 ) -> Episode:
-    """The episode: the row with its last turn, and the others beside it. Its counts are metrics environment/NAME."""
+    """The episode: the row with its last turn, and the others beside it.
+
+    Its counts are metrics environment/NAME.
+    """
     rows = list[Episode]()
     read = [(call, rollout) for call, rollout in turns if call.key not in result.unread_calls]
     for call, rollout in read:

@@ -101,7 +101,10 @@ def _run_command(
 
 
 def _read_output(process: ChildProcess, check: Check, output: CapturedOutput) -> bytes:
-    """The last line on stdout where it is JSON, which is the result; all else that is printed goes to `output`."""
+    """The last line on stdout, which is the result where it is JSON.
+
+    All else that is printed goes to `output`.
+    """
     assert process.stdout is not None and process.stderr is not None
     stdout = process.stdout.fileno()
     held = {stdout: b"", process.stderr.fileno(): b""}  # a line that is not whole; of stdout also the last one

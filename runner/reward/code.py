@@ -96,7 +96,7 @@ class RunResult:
     stderr: str = ""
 
     @property
-    def succeeded(self) -> bool:
+    def is_success(self) -> bool:
         """Whether the code ended by itself, without an error."""
         return self.exit_code == 0
 
@@ -317,14 +317,14 @@ def passes(run: Runner, code: str, tests: Tests) -> bool:
     word = secrets.token_hex(16)  # code that ends the process before the tests does not print it
     if isinstance(tests, CallTests):
         result = run(tests.program(code, word), json.dumps(tests.calls))
-        return result.succeeded and tests.accepts(read_results(result.stdout, word))
+        return result.is_success and tests.accepts(read_results(result.stdout, word))
     result = run(tests.program(code, word), "")
-    return result.succeeded and result.stdout.rstrip().endswith(word)
+    return result.is_success and result.stdout.rstrip().endswith(word)
 
 
 def _prints(run: Runner, code: str, given: str, wanted: str, exact: bool) -> bool:
     result = run(code, given)
-    return result.succeeded and prints_same(result.stdout, wanted, exact)
+    return result.is_success and prints_same(result.stdout, wanted, exact)
 
 
 def build(config: CodeConfig, *, decide: Decide, **_: Any) -> GroupScorer:
