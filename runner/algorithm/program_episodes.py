@@ -3,6 +3,7 @@
 call: its prompt begins with all ids of a row    ──▶ the row continues: new context, then the turn
       anything else (another conversation, a     ──▶ a new row, whose prompt is context: no turn is trained on twice
       branch, a history that was rewritten)
+      its client had gone before the reply       ──▶ no turn: nobody read it
 """
 
 from __future__ import annotations
@@ -38,32 +39,25 @@ def run_programs(
     """
     batch = environments.start_programs(prompts, seeds)
     try:
-        source = ProgramCalls(batch, prompts, sampler, streams, tokenizer)
+        source = ProgramCalls(batch, len(prompts), sampler, streams)
         sample_from(sampler, source)
         results = batch.results()
     finally:
         batch.close()
-    return [_join_rows(*one) for one in zip(prompts, source.rows, source.counts, results, strict=True)]
+    return [_make_episode(*one, tokenizer) for one in zip(prompts, source.turns, results, strict=True)]
 
 
 class ProgramCalls:
     """The calls of programs as a `RequestSource`.
 
-    rows, counts: of each episode; counts are for metrics environment/NAME
+    turns: of each episode, in the order in which they were sampled
     """
 
     def __init__(
-        self,
-        batch: ProgramEpisodes,
-        prompts: Sequence[Prompt],
-        sampler: AnswerSampler,
-        streams: Sequence[Stream],
-        tokenizer: Any,
+        self, batch: ProgramEpisodes, num_episodes: int, sampler: AnswerSampler, streams: Sequence[Stream]
     ) -> None:
-        self.rows = [list[Episode]() for _ in prompts]
-        self.counts = [Counter[str](turns=0, rows=0, unmatched_histories=0) for _ in prompts]
-        self._batch, self._prompts, self._sampler = batch, prompts, sampler
-        self._streams, self._tokenizer = streams, tokenizer
+        self.turns = [list[tuple[PolicyCall, Rollout]]() for _ in range(num_episodes)]
+        self._batch, self._sampler, self._streams = batch, sampler, streams
         self._numbers, self._calls = count(), dict[int, PolicyCall]()
 
     def take(self, wait: bool) -> list[tuple[int, Request]]:
@@ -80,8 +74,7 @@ class ProgramCalls:
     def answer(self, number: int, rollout: Rollout) -> None:
         """See `RequestSource`."""
         call = self._calls.pop(number)
-        add_turn(self.rows[call.episode], self._prompts[call.episode].columns, call, rollout, self._tokenizer)
-        self.counts[call.episode].update(turns=1, unmatched_histories=int(call.is_unmatched))
+        self.turns[call.episode].append((call, rollout))
         self._batch.answer(call, rollout)
 
     def _token_limit(self, call: PolicyCall) -> int:
@@ -119,11 +112,25 @@ def _continues(ids: Sequence[int], row: Episode) -> bool:
     return ids[:size] == row.prompt.ids and list(ids[size : size + len(row.ids)]) == row.ids
 
 
-def _join_rows(prompt: Prompt, rows: Sequence[Episode], counts: Counter[str], result: EpisodeResult) -> Episode:
-    """The episode: the row with its last turn, and the others beside it."""
+def _make_episode(
+    prompt: Prompt, turns: Sequence[tuple[PolicyCall, Rollout]], result: EpisodeResult, tokenizer: Any
+) -> Episode:
+    """The episode: the row with its last turn, and the others beside it.
+
+    Its counts are metrics environment/NAME.
+    """
+    rows = list[Episode]()
+    read = [(call, rollout) for call, rollout in turns if call.key not in result.unread_calls]
+    for call, rollout in read:
+        add_turn(rows, prompt.columns, call, rollout, tokenizer)
     *others, episode = rows or [Episode(prompt)]
-    counts["rows"] = len(rows)
-    episode.extra_rows, episode.counts, episode.result = others, counts, result
+    episode.extra_rows, episode.result = others, result
+    episode.counts = Counter(
+        turns=len(read),
+        rows=len(rows),
+        unmatched_histories=sum(call.is_unmatched for call, _ in read),
+        unread_turns=len(turns) - len(read),
+    )
     if result.failure:
         episode.finish = FAILED
     return episode

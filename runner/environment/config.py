@@ -76,28 +76,40 @@ def is_url(command: str) -> bool:
     return command.startswith(("http://", "https://"))
 
 
-def command_problems(key: str, command: str) -> list[tuple[str, str]]:
-    """What is wrong with the URL of a server or the words of a command."""
-    try:
-        wrong = address_problem(command, "/PATH") if is_url(command) else None
-        wrong = wrong or (None if shlex.split(command) else "no program is named")
-    except ValueError as error:
-        wrong = f"invalid shell quoting: {error}"
-    return [] if wrong is None else [(key, wrong)]
+class CommandEnvironmentConfig(EnvironmentConfig):
+    """An environment that is a command or a server; `command_option` is the field that has it."""
 
+    command_option: ClassVar[str]
+    env: tuple[str, ...] = Field(
+        default=(), strict=False, description="Further environment variables that are passed to the command."
+    )
 
-def with_absolute_files(command: str) -> str:
-    """The command with absolute paths of the files that it names."""
-    if is_url(command):
-        return command
-    return shlex.join(os.path.abspath(w) if Path(w).is_file() else w for w in shlex.split(command))
+    @property
+    def _key_and_command(self) -> tuple[str, str]:
+        return f"environment.{self.command_option}", getattr(self, self.command_option)
 
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        key, command = self._key_and_command
+        try:
+            wrong = address_problem(command, "/PATH") if is_url(command) else None
+            wrong = wrong or (None if shlex.split(command) else "no program is named")
+        except ValueError as error:
+            wrong = f"invalid shell quoting: {error}"
+        return super().problems(job) + ([] if wrong is None else [(key, wrong)])
 
-def check_program(key: str, command: str) -> None:
-    """Raise SpecError where the program of a command is missing."""
-    program = shlex.split(command)[0]
-    if not is_url(command) and not shutil.which(program):
-        raise SpecError([Problem(key, f"program '{program}' not found on PATH; set an executable command")])
+    def with_absolute_paths(self) -> Self:
+        """The same config with the paths of files in its command made absolute."""
+        _, command = self._key_and_command
+        if is_url(command):
+            return self
+        words = [os.path.abspath(word) if Path(word).is_file() else word for word in shlex.split(command)]
+        return self.model_copy(update={self.command_option: shlex.join(words)})
+
+    def preflight(self) -> None:
+        """Raise SpecError where the program of the command is missing."""
+        key, command = self._key_and_command
+        if not is_url(command) and not shutil.which(program := shlex.split(command)[0]):
+            raise SpecError([Problem(key, f"program '{program}' not found on PATH; set an executable command")])
 
 
 class ToolEnvironmentConfig(EnvironmentConfig):
@@ -145,44 +157,33 @@ class FunctionEnvironmentConfig(UserCodeConfig, ToolEnvironmentConfig):
     path: str = Field(min_length=1, description="File and class or function, e.g. shop.py:Shop.")
 
 
-class McpEnvironmentConfig(ToolEnvironmentConfig):
+class McpEnvironmentConfig(CommandEnvironmentConfig, ToolEnvironmentConfig):
     """The tools of an MCP server, which is started for each episode, or has a URL."""
 
     factory: ClassVar[str] = "runner.environment.mcp:build"
+    command_option: ClassVar[str] = "server"
     name: Literal["mcp"] = "mcp"
     server: str = Field(
         min_length=1, description="Command that speaks MCP by stdio, e.g. 'python tools_server.py', or URL of a server."
     )
-    env: tuple[str, ...] = Field(
-        default=(), strict=False, description="Further environment variables that are passed to the command."
-    )
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        return [*super().problems(job), *command_problems("environment.server", self.server)]
-
-    def with_absolute_paths(self) -> Self:
-        """The same config with the paths of files in its command made absolute."""
-        return self.model_copy(update={"server": with_absolute_files(self.server)})
 
     def preflight(self) -> None:
         """Raise SpecError without the program of the command, EnvironmentProblem without the package mcp."""
-        check_program("environment.server", self.server)
+        super().preflight()
         if find_spec("mcp") is None:
             raise EnvironmentProblem("environment=mcp needs the package mcp\n  pip install 'posttrain-run[mcp]'")
 
 
-class AgentEnvironmentConfig(EnvironmentConfig):
+class AgentEnvironmentConfig(CommandEnvironmentConfig):
     """Programs that call the policy as a model behind OpenAI's API; their calls are trained on."""
 
     factory: ClassVar[str] = "runner.inference.agent:build"
+    command_option: ClassVar[str] = "command"
     has_score: ClassVar[bool] = True
     name: Literal["agent"] = "agent"
     command: str = Field(
         min_length=1,
         description="Command of a program that plays one episode, e.g. 'python my_agent.py', or URL of a server.",
-    )
-    env: tuple[str, ...] = Field(
-        default=(), strict=False, description="Further environment variables that are passed to the command."
     )
     max_turns: int = Field(default=64, ge=2, description="Maximum completions that a program may request per episode.")
     timeout_s: float = Field(
@@ -200,17 +201,6 @@ class AgentEnvironmentConfig(EnvironmentConfig):
 
     def is_repeatable(self) -> bool:
         return False
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        return [*super().problems(job), *command_problems("environment.command", self.command)]
-
-    def with_absolute_paths(self) -> Self:
-        """The same config with the paths of files in its command made absolute."""
-        return self.model_copy(update={"command": with_absolute_files(self.command)})
-
-    def preflight(self) -> None:
-        """Raise SpecError where the program of the command is missing."""
-        check_program("environment.command", self.command)
 
 
 COMPONENTS = (

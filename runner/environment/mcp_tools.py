@@ -12,20 +12,26 @@ import asyncio
 import json
 import os
 import shlex
-from typing import Any
+import sys
+from tempfile import TemporaryFile
+from typing import Any, TextIO
 
 from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
+
+from runner.user_code.worker import first_cause
 
 SERVER = "RUN_MCP_SERVER"  # the variable that has the command or the URL; `mcp.py` sets it
 
 
-def make_client() -> Client:
-    """A client of the server, to be entered."""
+def make_client(stderr: TextIO = sys.stderr) -> Client:
+    """A client of the server, to be entered. stderr: of a command"""
     server = os.environ[SERVER]
     if server.startswith(("http://", "https://")):
         return Client(server)
     program, *arguments = shlex.split(server)
-    return Client(StdioServerParameters(command=program, args=arguments, env=dict(os.environ)))
+    parameters = StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
+    return Client(stdio_client(parameters, stderr))
 
 
 async def list_tools(client: Client) -> list[Any]:
@@ -49,11 +55,21 @@ class McpTools:
 
     @staticmethod
     def _tool_schemas() -> list[Any]:
-        async def connect() -> list[Any]:
-            async with make_client() as client:
+        async def connect(stderr: TextIO) -> list[Any]:
+            async with make_client(stderr) as client:
                 return await list_tools(client)
 
-        return asyncio.run(connect())
+        printed = ""
+        with TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
+            try:
+                return asyncio.run(connect(stderr))
+            except Exception as error:
+                stderr.seek(0)
+                printed = stderr.read().strip()
+                last = printed.rpartition("\n")[2]
+                raise RuntimeError(f"{first_cause(error)}; the server printed: {last[:400] or 'nothing'}") from error
+            finally:
+                print(printed, file=sys.stderr)
 
     async def reset(self, prompt: object, **columns: object) -> None:
         """Connect. The connection lives in a task of its own, as the SDK requires, until the process ends."""

@@ -91,36 +91,60 @@ def _run_command(
             os.close(ours)
         ends.enter_context(process)  # which closes its pipes, and waits for the process
         ends.callback(process.stop, END_S)
-        tail = _read_output(process, check, output)
+        result = _read_output(process, check, output)
         while not process.ends_within(POLL_S):
             check()
     if process.returncode:
         words = exit_words(process.returncode)
         raise EpisodeFailure(words, f"{Path(shlex.split(config.command)[0]).name}: {words}; see environment.log")
-    return tail.strip().rpartition(b"\n")[2]
+    return result
 
 
 def _read_output(process: ChildProcess, check: Check, output: CapturedOutput) -> bytes:
-    """The end of what a process prints to stdout; all of stdout and stderr goes to `output`."""
+    """The last line on stdout, which is the result where it is JSON.
+
+    All else that is printed goes to `output`.
+    """
     assert process.stdout is not None and process.stderr is not None
-    streams, tail = {process.stdout.fileno(), process.stderr.fileno()}, b""
+    stdout = process.stdout.fileno()
+    held = {stdout: b"", process.stderr.fileno(): b""}  # a line that is not whole; of stdout also the last one
     waiting = select.poll()
-    for stream in streams:
+    for stream in held:
         waiting.register(stream, select.POLLIN)
-    while streams:
+    opened = set(held)
+    while opened:
         ready = waiting.poll(POLL_S * 1000)
         if not ready and not process.is_running():  # where its guard was killed, others may hold the streams
             break
         for stream, _ in ready:
             if not (content := os.read(stream, READ_BYTES)):
                 waiting.unregister(stream)
-                streams.remove(stream)
-            for line in content.decode(errors="replace").splitlines():
-                output.add_line(line)
-            if stream == process.stdout.fileno():
-                tail = (tail + content)[-RESULT_BYTES:]
+                opened.remove(stream)
+            text = held[stream] + content
+            end = (text.rstrip() if stream == stdout else text).rfind(b"\n") + 1
+            end = len(text) if len(text) - end > RESULT_BYTES else end
+            _add_lines(output, text[:end])
+            held[stream] = text[end:]
         check()
-    return tail
+    result = held.pop(stdout).strip()
+    if not _is_json(result):
+        held[stdout] = result
+    for rest in held.values():
+        _add_lines(output, rest)
+    return result
+
+
+def _add_lines(output: CapturedOutput, text: bytes) -> None:
+    for line in text.decode(errors="replace").splitlines():
+        output.add_line(line)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        parse_json(text)
+    except ValueError:
+        return False
+    return True
 
 
 async def _post(url: str, body: bytes, check: Check) -> bytes:

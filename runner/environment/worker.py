@@ -29,6 +29,7 @@ from runner.user_code.worker import (
     answer,
     describe_error,
     error_location,
+    first_cause,
     keep_from_children,
     main,
     run_guarded,
@@ -76,8 +77,9 @@ def _in_child(work: Callable[[], list[Any]]) -> list[Any]:
     if (child := os.fork()) == 0:
         try:
             reply: dict[str, Any] = {"found": work()}
-        except Exception as error:  # of the user's hints and docstrings
-            reply = {"error": str(error)}
+        except Exception as error:  # of the user's hints and docstrings, or of the connection to an MCP server
+            cause = first_cause(error)
+            reply = {"error": str(cause) or type(cause).__name__}
         with os.fdopen(writing, "w") as file:
             json.dump(reply, file)
         os._exit(0)
@@ -114,7 +116,7 @@ def _play(episode: UserEpisode, path: str, channel: socket.socket) -> int:
             try:
                 reply = loop.run(episode.reply(json.loads(line)))
             except Exception as error:  # foreign code may raise anything; the episode is left out
-                kind = f"{type(error).__name__} at {error_location(error, path)}"
+                kind = f"{type(first_cause(error)).__name__} at {error_location(first_cause(error), path)}"
                 reply = {"failed": kind, "message": describe_error(error, path), "trace": traceback.format_exc()}
             if os.getpid() != me:
                 os._exit(0)  # the environment forked and its child came back: only one of the two may answer
@@ -152,7 +154,9 @@ class UserEpisode:
         pending = [value for value in begun if inspect.isawaitable(value)]
         ended = iter(await asyncio.gather(*pending, return_exceptions=True))
         values = [next(ended) if inspect.isawaitable(value) else value for value in begun]
-        return [(f"error: {v}", True) if isinstance(v, BaseException) else (_text(v), False) for v in values]
+        return [
+            (f"error: {first_cause(v)}", True) if isinstance(v, BaseException) else (_text(v), False) for v in values
+        ]
 
     def _begin_call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """What the tool returns, which may be awaitable, or the exception that it raises."""

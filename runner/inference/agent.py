@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,6 +92,7 @@ class AgentEnvironments:
         rollouts = await while_connected(served, request, self._sample(session, calls))
         content = await SampledChat(served, body, prompt, rollouts).whole()
         session.record(body, prompt, rollouts, content)
+        session.unread_calls.difference_update(call.key for call in calls)
         if body.stream:
             return event_stream(served, SampledChat(served, body, prompt, rollouts).chunks())
         return JSONResponse(content)
@@ -169,7 +170,8 @@ class AgentEpisodes:
             if error is None and not session.turns:
                 error = EpisodeFailure("no call", "the program ended without a call of the policy")
             self.owner.failures.record(error)
-            found.append(future.result() if error is None else EpisodeResult(failure=failure_kind(error)))
+            result = future.result() if error is None else EpisodeResult(failure=failure_kind(error))
+            found.append(replace(result, unread_calls=frozenset(session.unread_calls)))
         return found
 
     def close(self) -> None:

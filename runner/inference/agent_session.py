@@ -140,6 +140,7 @@ class AgentSession:
         self.number, self.key, self.waiting = number, secrets.token_hex(16), waiting
         self._served, self._config = served, config
         self.turns: list[RecordedTurn] = []
+        self.unread_calls = set[str]()  # keys of those without a reply yet
         self._requests: Counter[str] = Counter()  # of the same prompt
         self.is_closed = False
         self._num_waiting, self._own_s, self._since = 0, 0.0, time.monotonic()
@@ -180,6 +181,7 @@ class AgentSession:
             self._requests[digest] += 1
             given = (self.number, prompt.ids, tuple(messages), body.new_tokens, key, is_unmatched)
             calls.append(PolicyCall(*given))
+            self.unread_calls.add(key)
         return prompt, calls
 
     def _continue_turn(self, messages: Sequence[Message], settings: Any) -> ChatPrompt | None:

@@ -208,12 +208,14 @@ class EpisodeResult:
     """What an environment knows of an episode that is over.
 
     score: its own, None = it has none; state: attributes of the user's object, as JSON values; failure: why the
-    episode is left out, empty if it is not
+    episode is left out, empty if it is not; unread_calls: keys of a program's calls (see `PolicyCall`) whose client had
+    gone before the reply
     """
 
     score: float | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     failure: str = ""
+    unread_calls: frozenset[str] = frozenset()
 
 
 class Reward(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -75,8 +75,7 @@ class PartitionedEnvironments:
     def start_episodes(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> PartitionedEpisodes:
         """See `Environments`; all ranks start the same episodes."""
         batches: list[EpisodeBatch] = []
-        failures = [""] * len(prompts) if self.record is None else self.record.known_failures(self.peers, seeds)
-        begun = [at for at, failure in enumerate(failures) if not failure]
+        failures, begun = self._choose_episodes(seeds)
 
         def work(mine: list[int]) -> Sequence[tuple[Prompt, str]]:
             chosen = [begun[i] for i in mine]
@@ -91,9 +90,30 @@ class PartitionedEnvironments:
 
     def start_programs(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> PartitionedPrograms:
         """See `ProgramEnvironments`; all ranks start the same episodes."""
-        mine = slice(self.peers.rank, None, self.peers.size)
-        batch = cast(ProgramEnvironments, self.inner).start_programs(prompts[mine], seeds[mine])
-        return PartitionedPrograms(batch, len(prompts), self.peers)
+        failures, begun = self._choose_episodes(seeds)
+        mine = begun[self.peers.rank :: self.peers.size]
+        programs = cast(ProgramEnvironments, self.inner)
+        batch = programs.start_programs([prompts[at] for at in mine], [seeds[at] for at in mine])
+        return PartitionedPrograms(batch, begun, failures, self, seeds)
+
+    def gather_results(
+        self,
+        begun: Sequence[int],
+        failures: Sequence[str],
+        seeds: Sequence[int],
+        own_results: Callable[[list[int]], list[EpisodeResult]],
+    ) -> list[EpisodeResult]:
+        """The results of all episodes, of which those that failed are recorded; collective."""
+        found = run_partitioned(self.peers, [i % self.peers.size for i in range(len(begun))], own_results)
+        known = dict(zip(begun, found, strict=True))
+        if self.record is not None:
+            self.record.add(self.peers, seeds, {at: one.failure for at, one in known.items() if one.failure})
+        return [known.get(at) or EpisodeResult(failure=failure) for at, failure in enumerate(failures)]
+
+    def _choose_episodes(self, seeds: Sequence[int]) -> tuple[list[str], list[int]]:
+        """Why each episode was left out by an earlier attempt, or ""; the numbers of the others. Collective."""
+        failures = [""] * len(seeds) if self.record is None else self.record.known_failures(self.peers, seeds)
+        return failures, [at for at, failure in enumerate(failures) if not failure]
 
     def close(self) -> None:
         """See `Environments`; not collective."""
@@ -146,13 +166,8 @@ class PartitionedEpisodes:
 
     def results(self) -> list[EpisodeResult]:
         """See `EpisodeBatch`; collective."""
-        owners = [i % self._peers.size for i in range(len(self._begun))]
-        found = run_partitioned(self._peers, owners, lambda _: self._require_mine().results())
-        if self._owner.record is not None:
-            failed = {at: one.failure for at, one in zip(self._begun, found, strict=True) if one.failure}
-            self._owner.record.add(self._peers, self._seeds, failed)
-        known = dict(zip(self._begun, found, strict=True))
-        return [known.get(at) or EpisodeResult(failure=failure) for at, (_, failure) in enumerate(self.starts)]
+        failures = [failure for _, failure in self.starts]
+        return self._owner.gather_results(self._begun, failures, self._seeds, lambda _: self._require_mine().results())
 
     def close(self) -> None:
         """See `EpisodeBatch`; not collective."""
@@ -173,26 +188,28 @@ class PartitionedEpisodes:
 class PartitionedPrograms:
     """The programs of this rank, whose calls all ranks get; see `ProgramEpisodes`.
 
-    count: number of the episodes of all ranks
+    begun: the episodes that were started, see `PartitionedEpisodes`; failures: why each of all is left out, or ""
     """
 
     mine: ProgramEpisodes
-    count: int
-    peers: RankCollectives
+    begun: Sequence[int]
+    failures: Sequence[str]
+    owner: PartitionedEnvironments
+    seeds: Sequence[int]
     own_calls: dict[tuple[int, str], PolicyCall] = field(default_factory=dict)  # as `mine` numbers them
 
     def next_calls(self, wait_s: float) -> list[PolicyCall] | None:
         """See `ProgramEpisodes`; collective."""
-        size, rank = self.peers.size, self.peers.rank
+        peers = self.owner.peers
 
         def work(_: list[int]) -> list[list[PolicyCall] | None]:
             if (own := self.mine.next_calls(wait_s)) is None:
                 return [None]
-            calls = [replace(call, episode=call.episode * size + rank) for call in own]
+            calls = [replace(call, episode=self.begun[call.episode * peers.size + peers.rank]) for call in own]
             self.own_calls.update({(one.episode, one.key): call for one, call in zip(calls, own, strict=True)})
             return [calls]
 
-        ranks = run_partitioned(self.peers, range(size), work)
+        ranks = run_partitioned(peers, range(peers.size), work)
         return None if all(calls is None for calls in ranks) else [call for calls in ranks for call in calls or ()]
 
     def answer(self, call: PolicyCall, rollout: Rollout | None) -> None:
@@ -202,8 +219,7 @@ class PartitionedPrograms:
 
     def results(self) -> list[EpisodeResult]:
         """See `ProgramEpisodes`; collective."""
-        owners = [at % self.peers.size for at in range(self.count)]
-        return run_partitioned(self.peers, owners, lambda _: self.mine.results())
+        return self.owner.gather_results(self.begun, self.failures, self.seeds, lambda _: self.mine.results())
 
     def close(self) -> None:
         """See `ProgramEpisodes`; not collective."""

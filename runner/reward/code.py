@@ -89,10 +89,16 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run of code ended: exit code 0, and what it printed; a limit that ended it is no success."""
+    """How a run of code ended. exit_code: None where a limit ended it"""
 
-    succeeded: bool
+    exit_code: int | None
     stdout: str
+    stderr: str = ""
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the code ended by itself, without an error."""
+        return self.exit_code == 0
 
 
 Runner = Callable[[str, str], RunResult]  # code, standard input; raises SandboxError
@@ -112,13 +118,13 @@ def run_in_bubblewrap(config: CodeConfig, code: str, stdin: str) -> RunResult:
         passed = (program.fileno(), calls.fileno(), status.fileno())
         command = [bwrap, *_sandbox(config, *passed), *_python(config)]
         exit_code = _run(command, config.timeout_s, (given, out, stderr), passed)
-        if exit_code is None:
-            return RunResult(False, "")
-        if b'"exit-code"' not in _read_all(status):  # bwrap writes it where the sandbox was made and Python started
+        if exit_code is not None and b'"exit-code"' not in _read_all(
+            status
+        ):  # bwrap writes it where the sandbox was made and Python started
             raise SandboxError(
                 _read_all(stderr)[:1000].decode(errors="replace").strip() or "bwrap failed without a message"
             )
-        return RunResult(exit_code == 0, _read_all(out).decode(errors="replace"))
+        return _result(exit_code, out, stderr)
 
 
 def run_in_landlock(config: CodeConfig, code: str, stdin: str) -> RunResult:
@@ -138,10 +144,14 @@ def run_in_landlock(config: CodeConfig, code: str, stdin: str) -> RunResult:
         words = [status.fileno(), program, *limits, *READABLE, sys.base_prefix, sys.prefix]
         command = [sys.executable, "-I", "-c", LANDLOCK.read_text(encoding="utf-8"), *map(str, words)]
         space = min(config.memory_bytes, fsync_io.free_bytes(Path(folder)) // (2 * config.workers))
-        ended = _run(command, config.timeout_s, (given, out, stderr), (status.fileno(),), folder, space)
+        exit_code = _run(command, config.timeout_s, (given, out, stderr), (status.fileno(),), folder, space)
         if not _read_all(status):
             raise SandboxError(_last_line(stderr) or "the process ended before its sandbox was ready")
-        return RunResult(ended == 0, _read_all(out).decode(errors="replace"))
+        return _result(exit_code, out, stderr)
+
+
+def _result(exit_code: int | None, out: IO[bytes], stderr: IO[bytes]) -> RunResult:
+    return RunResult(exit_code, *(_read_all(file).decode(errors="replace") for file in (out, stderr)))
 
 
 def _run(
@@ -270,8 +280,8 @@ def run_in_service(config: CodeConfig, code: str, stdin: str) -> RunResult:
     run = reply.get("run_result") if isinstance(reply, Mapping) else None
     if not isinstance(run, Mapping) or reply.get("status") == "SandboxError":
         raise SandboxError(f"{url}: the response has no run_result: {str(reply)[:200]}")
-    succeeded = run.get("status") == "Finished" and run.get("return_code") == 0
-    return RunResult(succeeded, str(run.get("stdout") or ""))
+    exit_code = run.get("return_code") if run.get("status") == "Finished" else None
+    return RunResult(exit_code, str(run.get("stdout") or ""), str(run.get("stderr") or ""))
 
 
 def sandbox_problem(run: Sandbox, config: CodeConfig) -> str | None:
@@ -307,14 +317,14 @@ def passes(run: Runner, code: str, tests: Tests) -> bool:
     word = secrets.token_hex(16)  # code that ends the process before the tests does not print it
     if isinstance(tests, CallTests):
         result = run(tests.program(code, word), json.dumps(tests.calls))
-        return result.succeeded and tests.accepts(read_results(result.stdout, word))
+        return result.is_success and tests.accepts(read_results(result.stdout, word))
     result = run(tests.program(code, word), "")
-    return result.succeeded and result.stdout.rstrip().endswith(word)
+    return result.is_success and result.stdout.rstrip().endswith(word)
 
 
 def _prints(run: Runner, code: str, given: str, wanted: str, exact: bool) -> bool:
     result = run(code, given)
-    return result.succeeded and prints_same(result.stdout, wanted, exact)
+    return result.is_success and prints_same(result.stdout, wanted, exact)
 
 
 def build(config: CodeConfig, *, decide: Decide, **_: Any) -> GroupScorer:

@@ -272,8 +272,16 @@ def select_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> 
     return {name: value for name, value in given.items() if name in named}
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """The error, or the first one in a group, such as that of a TaskGroup."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def describe_error(error: BaseException, path: str) -> str:
     """The last line of the traceback, and where in the user's file it came from."""
+    error = first_cause(error)
     last = traceback.format_exception_only(error)[-1].strip()
     return f"{last[:400]} ({error_location(error, path)})"
 

@@ -30,7 +30,8 @@ from runner.environment.worker import cut_middle
 from runner.interfaces import Completion, Prompt, Request, Rollout
 from runner.model.tiny import byte_tokenizer
 from runner.reward import function
-from runner.reward.config import EnvironmentRewardConfig
+from runner.reward.code import SANDBOXES, sandbox_problem
+from runner.reward.config import CodeConfig, EnvironmentRewardConfig
 from runner.reward.config import FunctionConfig as RewardFunction
 from runner.reward.rules import build_environment
 from runner.spec.job import JobSpec
@@ -348,6 +349,42 @@ def test_secrets_stay_out_of_the_environment(play: Play, monkeypatch: pytest.Mon
     assert state["all"] and "canary-7f" not in json.dumps(state)
 
 
+SECRETS = """import os, socket
+print(len(os.environ.get("MY_API_KEY", "")))
+look = lambda: open(f"/proc/{os.getppid()}/environ").read(1)
+for work in (lambda: socket.create_connection(("1.1.1.1", 53), 1), look):
+    try: print("got", work())
+    except OSError: print("refused")
+"""
+
+
+@pytest.mark.skipif(all(sandbox_problem(run, CodeConfig()) for run in SANDBOXES.values()), reason="no sandbox")
+def test_python_and_bash_run_in_the_sandbox(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "canary-7f")
+    monkeypatch.setattr(Lines, "max_new_tokens", 2048)
+    config = compose_job(["+recipe=grpo_demo", "environment=code_tools"]).spec.environment
+    turn = [
+        call("python", code="print(6 * 7)"),
+        call("python", code="print('x', end='')\nraise ValueError('no')"),
+        call("bash", command="echo $((1 + 2)) > f; cat f | tr 3 4; ls /root; exit 3"),
+        call("python", code=SECRETS),
+        call("python", code="import time; time.sleep(60)"),
+        call("python", code="x = bytearray(1 << 32)"),
+        call("bash", command="cat f"),
+    ]
+    lines = ["".join(turn[:4]), "".join(turn[4:]), "done"]
+    options = {"timeout_s": 100.0, "lockstep": True}
+    [group], _, _ = play("", lines, config=config.model_copy(update=options))
+    [sample] = group.samples
+    results = [message["content"] for message in sample.history if message["role"] == "tool"]
+    assert results[0] == "42" and results[1].startswith("x\nTraceback") and results[1].endswith("exit code 1")
+    assert results[2].startswith("4\n") and results[2].endswith("exit code 3") and "/root" in results[2]
+    assert results[3] == "0\nrefused\nrefused"
+    assert results[4].startswith("error: ended by a limit of the sandbox (10 s)")
+    assert "MemoryError" in results[5] and "No such file" in results[6]
+    assert sample.counts["tool_errors"] == 1
+
+
 def test_too_many_failures_in_a_row_end_the_run(play: Play) -> None:
     source = SHOP.replace("return len(self.sold)", "raise OSError('no disk')")
     with pytest.raises(EnvironmentProblem, match=r"(?s)2 episodes in a row failed.*OSError: no disk.*fix the env"):
@@ -549,7 +586,13 @@ def test_an_mcp_server_with_a_url_is_shared(play: Play, tmp_path: Path) -> None:
 
 
 def test_an_mcp_server_that_does_not_start_is_refused(play: Play) -> None:
-    with pytest.raises(SpecError, match=r"environment\.server: .*cannot be used"):
+    with pytest.raises(SpecError, match=r"environment\.server: .*Connection closed; the server printed: nothing"):
         play("", [], config=McpEnvironmentConfig(server=f"{sys.executable} -c 1"))
+    with pytest.raises(SpecError, match=r"environment\.server: .*the server printed: ImportError: no module for this"):
+        play(
+            "",
+            [],
+            config=McpEnvironmentConfig(server=f"""{sys.executable} -c 'raise ImportError("no module for this")'"""),
+        )
     with pytest.raises(SpecError, match=r"environment\.server: program 'no-such' not found"):
         play("", [], config=McpEnvironmentConfig(server="no-such server"))

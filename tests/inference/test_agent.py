@@ -64,10 +64,10 @@ class Policy:
         return rollout
 
 
-def check_rows(policy: Policy, groups: list[Group]) -> list[list[RolloutSample]]:
+def check_rows(policy: Policy, groups: list[Group], unread: str | None = None) -> list[list[RolloutSample]]:
     """The oracle: each sampled token is trained on once, after exactly the ids that it was sampled after.
 
-    Returns the rows of each episode.
+    Returns the rows of each episode. unread: a text in the prompts of turns that nobody read, which are not trained on
     """
     trained = dict[float, tuple[Any, ...]]()
     episodes = [list(sample.rows) for group in groups for sample in group.samples]
@@ -79,6 +79,9 @@ def check_rows(policy: Policy, groups: list[Group]) -> list[list[RolloutSample]]
                 if mine:
                     trained[row.logprobs[at]] = ((*group.prompt.ids, *row.ids[:at]), row.ids[at])
     for request, rollout in policy.log:
+        if unread is not None and unread in TOKENIZER.decode(request.prompt):
+            assert not trained.keys() & set(rollout.logprobs)
+            continue
         for at, logprob in enumerate(rollout.logprobs):
             assert trained.pop(logprob) == ((*request.prompt, *rollout.ids[:at]), rollout.ids[at])
     assert not trained
@@ -132,7 +135,7 @@ def play(tmp_path: Path) -> Iterator[Play]:
             server.program, config = program, AgentEnvironmentConfig(command=server.url, **options)
         spec = demo().model_copy(update={"environment": config})
         builders.append(EnvironmentBuilder(TOKENIZER, Decisions(), tmp_path))
-        environments = builders[-1].build(spec, SINGLE_PROCESS)
+        environments = builders[-1].build(spec, SINGLE_PROCESS, tmp_path / "journal")
         policy, reward = Policy(speak, room), Seen()
         extend = build_extend(spec, TOKENIZER, environments, Decisions())
         collector = RolloutCollector(policy, reward, TOKENIZER, 0, size, environments, extend)
@@ -184,12 +187,13 @@ def test_an_unmodified_program_is_one_row_of_its_turns(play: Play, tmp_path: Pat
         "<|im_start|>user\nand 0?<|im_end|>\n<|im_start|>assistant\nturn 2<|im_end|>\n"
         "<|im_start|>user\nand 1?<|im_end|>\n<|im_start|>assistant\nturn 3<|im_end|>"
     )
-    assert row.counts == {"turns": 3, "rows": 1, "unmatched_histories": 0}
+    assert row.counts == {"turns": 3, "rows": 1, "unmatched_histories": 0, "unread_turns": 0}
     first, second = seen.completions
     assert first.environment is not None and first.environment.score == 6.0
     assert second.environment is not None and second.environment.state == {"answer": "1"}
     assert first.messages is not None and [m["content"] for m in first.messages[1::2]] == ["turn 1", "turn 2", "turn 3"]
-    assert "thinking…" in (tmp_path / "environment.log").read_text() + "thinking…"
+    printed = sorted((tmp_path / "environment.log").read_text().splitlines())
+    assert printed == ["some text", "some text", "thinking…", "thinking…"]  # and no result
 
 
 def test_history_that_is_rewritten_starts_a_new_row(play: Play) -> None:
@@ -205,7 +209,7 @@ def test_history_that_is_rewritten_starts_a_new_row(play: Play) -> None:
 
     [group], policy, _ = play(program, lambda text: "said")
     [rows] = check_rows(policy, [group])
-    assert group.samples[0].counts == {"turns": 6, "rows": 5, "unmatched_histories": 1}
+    assert group.samples[0].counts == {"turns": 6, "rows": 5, "unmatched_histories": 1, "unread_turns": 0}
     texts = [TOKENIZER.decode([i for i, mine in zip(row.ids, row.mask, strict=True) if mine]) for row in rows]
     assert sorted(texts) == ["said<|im_end|>"] * 4 + ["said<|im_end|>said<|im_end|>"]
     [line] = decode_experience(encode_experience(Experience(0, (group,), 1))).groups
@@ -239,7 +243,7 @@ def test_what_a_client_makes_of_an_answer_is_still_that_answer(play: Play) -> No
 
     [group], policy, seen = play(program, lambda text: next(lines))
     [[row]] = check_rows(policy, [group])
-    assert row.counts == {"turns": 4, "rows": 1, "unmatched_histories": 0}
+    assert row.counts == {"turns": 4, "rows": 1, "unmatched_histories": 0, "unread_turns": 0}
     [completion] = seen.completions
     assert completion.environment is not None and completion.environment.state == {"text": "done", "thought": "hm"}
     assert [m["role"] for m in row.history] == ["assistant", "tool", "assistant", "tool", "tool", "assistant", "user"]
@@ -253,7 +257,7 @@ def test_reasoning_that_a_client_drops_is_a_rewritten_history(play: Play) -> Non
 
     [group], policy, _ = play(program, lambda text: "<think>hm</think>done")
     check_rows(policy, [group])
-    assert group.samples[0].counts == {"turns": 2, "rows": 2, "unmatched_histories": 1}
+    assert group.samples[0].counts == {"turns": 2, "rows": 2, "unmatched_histories": 1, "unread_turns": 0}
 
 
 def test_parallel_branches_of_async_clients_in_several_sessions(play: Play) -> None:
@@ -280,12 +284,12 @@ def test_parallel_branches_of_async_clients_in_several_sessions(play: Play) -> N
     assert len(episodes) == 6 and max(policy.waves) >= 6
     for rows in episodes:
         # the two choices have the same ids, so that either of their rows can continue
-        assert rows[-1].counts == {"turns": 10, "rows": 4, "unmatched_histories": 0}
+        assert rows[-1].counts == {"turns": 10, "rows": 4, "unmatched_histories": 0, "unread_turns": 0}
         assert sorted(len(row.history) for row in rows) == [2, 2, 4, 4]
 
 
 def test_a_stream_that_is_aborted_leaves_right_rows(play: Play) -> None:
-    """The program goes on from the part that it has read: text of its own, a new row."""
+    """The program goes on from the part that it has read: text of its own, a new row. What nobody read is no turn."""
 
     def program(task: dict[str, Any]) -> None:
         with client_of(task) as client:
@@ -306,8 +310,9 @@ def test_a_stream_that_is_aborted_leaves_right_rows(play: Play) -> None:
         return "a longer text"
 
     [group], policy, _ = play(program, speak)
-    [rows] = check_rows(policy, [group])
-    assert group.samples[0].counts == {"turns": 4, "rows": 4, "unmatched_histories": 1} and len(rows) == 4
+    [rows] = check_rows(policy, [group], unread="late")
+    counts = {"turns": 3, "rows": 3, "unmatched_histories": 1, "unread_turns": 1}
+    assert group.samples[0].counts == counts and len(rows) == 3 and len(policy.log) == 4
 
 
 def test_what_the_policy_cannot_answer_is_refused(play: Play, caplog: pytest.LogCaptureFixture) -> None:
@@ -374,6 +379,25 @@ print(0.5)
     while psutil.pid_exists(pid) and time.monotonic() < end and way != "kills its guard":
         time.sleep(0.05)
     assert not psutil.pid_exists(pid) or way == "kills its guard"
+
+
+def test_a_program_that_was_left_out_stays_left_out(play: Play, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a step is repeated it is not started, although it would not fail now."""
+    fails = [True]
+
+    def program(task: dict[str, Any]) -> float:
+        with client_of(task) as client:
+            ask(client, [user(task["columns"]["answer"])])
+        return float("nan") if fails[0] and task["columns"]["answer"] == "1" else 1.0
+
+    first, _, _ = play(program, lambda text: "hi", prompts=3)
+    fails[0] = False
+    again, policy, _ = play(program, lambda text: "hi", prompts=3)
+    for groups in (first, again):
+        assert [group.samples[0].finish for group in groups] == ["stop", "failed", "stop"]
+    assert "1 episodes are left out, as before the run was resumed" in caplog.text
+    assert len(policy.log) == 2 and not any("user\n1" in TOKENIZER.decode(one.prompt) for one, _ in policy.log)
+    check_rows(policy, again)
 
 
 def test_programs_that_all_fail_end_the_run(play: Play) -> None:

@@ -207,7 +207,7 @@ def test_landlock_makes_no_namespace_and_leaves_no_process() -> None:
     forks += "    if not made: time.sleep(1234)"
     before = set(psutil.pids())
     result = sandbox.run_in_landlock(CodeConfig(processes=8), forks, "")
-    assert result.succeeded and 1 <= int(result.stdout) < 8
+    assert result.is_success and 1 <= int(result.stdout) < 8
     new = [
         one for one in psutil.process_iter(["cmdline"]) if one.pid not in before and "-I" in (one.info["cmdline"] or ())
     ]
@@ -247,7 +247,7 @@ def test_code_that_fills_its_folder_scores_0_and_leaves_the_disk_to_others(kind:
     watching.start()
     fills = "import itertools\nfor n in itertools.count():\n    open(str(n), 'wb').write(bytes(1 << 20))"
     started = time.monotonic()
-    assert not SANDBOXES[kind](config, fills, "").succeeded
+    assert not SANDBOXES[kind](config, fills, "").is_success
     stop.set()
     watching.join()
     assert time.monotonic() - started < 30 and list(deep_folder.iterdir()) == []
@@ -280,7 +280,7 @@ def test_the_number_of_processes_is_limited_and_none_is_left() -> None:
     forks = "import os, time\nfor n in range(100):\n    try: made = os.fork()\n    except OSError: print(n); break\n"
     forks += f"    if not made:\n        os.setsid(); os.execv('/usr/bin/sleep', ['sleep', '{marker}'])"
     result = sandbox.run_in_bubblewrap(CodeConfig(processes=8), forks, "")
-    assert result.succeeded and 1 <= int(result.stdout) < 8
+    assert result.is_success and 1 <= int(result.stdout) < 8
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _is_readable(path)]
     assert not any(marker.encode() in command for command in commands)
 
