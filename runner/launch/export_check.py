@@ -38,6 +38,7 @@ from runner.run_dir.folder import RunFolder
 from runner.run_dir.manifest import PromptStyle
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler
+from runner.tracker.jsonl import complete_lines
 from runner.trainer.answer_evaluator import ShorteningSampler
 
 PROBE = Path(__file__).with_name("export_probe.py")
@@ -206,10 +207,7 @@ def _begin(tokenizer: Any, prompt: str, ids: Sequence[int], style: PromptStyle) 
 
 def run_prompts(folder: RunFolder, tokenizer: Any, style: PromptStyle, chat: ChatConfig) -> list[str]:
     """The run's own prompts: those of its newest evaluation, without their images."""
-    rows = []
-    if folder.samples.is_file():
-        with folder.samples.open(encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file if line.endswith("\n")]
+    rows = map(json.loads, complete_lines(folder.samples))
     texts = [str(row["prompt"]) for row in rows if row.get("prompt")][-8 * NUM_PROMPTS :]
     markers = ChatMarkers.from_tokenizer(tokenizer, chat) if style == "chat" else None
     plain = [markers.user_message(text) if markers else text for text in texts]
