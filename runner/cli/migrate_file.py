@@ -119,7 +119,7 @@ def _old_options(root: yaml.MappingNode, content: Mapping[Any, Any]) -> Iterator
             continue
         for key, value in section.value:
             name = f"{group_key.value}.{key.value}"
-            if key.value not in known and migrate.table().is_of_older_version(name):
+            if key.value not in known and migrate.table().older_entry(name):
                 successors = migrate.table().successors(name, values[key.value])
                 braces = bool(section.flow_style)
                 yield OldOption(group_key.value, key, value, braces, values[key.value], successors)
