@@ -218,9 +218,8 @@ def recipe_file_problem(recipe: str) -> str:
     own = Path("recipes", f"{path.stem}.yaml")
     by_name = f"; the one in ./recipes is +{GROUP}={path.stem}" if own.is_file() and own.absolute() != path else ""
     if folder != path.parent:
-        return f"no file {recipe}: there is no folder {display_path(path.parent)}{by_name}" + _folder_contents(
-            folder, ""
-        )
+        text = f"no file {recipe}: there is no folder {display_path(path.parent)}"
+        return text + by_name + _folder_contents(folder, "")
     return f"no file {recipe}{by_name}" + _folder_contents(folder, path.name)
 
 

@@ -140,11 +140,8 @@ def _additions(text: str, root: yaml.MappingNode, added: Mapping[str, list[str]]
             continue
         at = text.find("\n", _end(text, section.value[-1][1])) + 1 or len(text)
         indent = " " * section.value[0][0].start_mark.column
-        yield (
-            at,
-            at,
-            ("" if text[at - 1] == "\n" else line_end) + "".join(f"{indent}{line}{line_end}" for line in lines),
-        )
+        before = "" if text[at - 1] == "\n" else line_end
+        yield at, at, before + "".join(f"{indent}{line}{line_end}" for line in lines)
 
 
 def _end(text: str, node: yaml.Node) -> int:
