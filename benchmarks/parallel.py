@@ -44,7 +44,7 @@ from runner.parallelism.process_groups import ProcessGroupCollectives
 from runner.spec.job import JobSpec
 from runner.tools.plan.model import architecture, tensor_parallel_config
 from runner.tools.plan.rank_layout import model_weights, rank_layout
-from runner.tools.plan.traffic import Traffic
+from runner.tools.plan.traffic import sent_bytes_by_purpose
 from runner.trainer.learner import LocalLearner
 
 JOB = (
@@ -189,7 +189,7 @@ def ideal(spec: JobSpec, count: int) -> dict[str, float]:
     tokens = round(statistics.mean(steps))
     cuts = -(-tokens // spec.algorithm.micro_batch_tokens)
     stages = spread.stages(len(model.layers))
-    sent = [sum(Traffic(spec, shape, spread, at, tokens, cuts, 1).sending({"policy": model}).values()) for at in stages]
+    sent = [sum(sent_bytes_by_purpose(spec, shape, spread, at, [model], tokens, cuts).values()) for at in stages]
     share = max(spread.rank_share(model, stage).bytes for stage in stages)
     return {"textbook_bytes": statistics.mean(sent), "share_bytes": 3 * share, "whole_bytes": 3 * whole.bytes}
 

@@ -14,31 +14,12 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runner.cli.arg_types import (
-    parse_checkpoint,
-    parse_count,
-    parse_job_numbers,
-    parse_numbers,
-    parse_path,
-    parse_python,
-    parse_share,
-)
+from runner.cli import arg_types
 from runner.cli.verbs import EXAMPLES, RESOURCE_NAMES, VERBS, VERBS_GROUP, options_of
 from runner.core.errors import RunnerError
 from runner.core.package import LEFT_OUT, conf_dir, load_plugins, recipes_dir
 
-TYPES: dict[str, Callable[[str], Any]] = {
-    "int": int,
-    "float": float,
-    "Path": Path,
-    "parse_checkpoint": parse_checkpoint,
-    "parse_count": parse_count,
-    "parse_job_numbers": parse_job_numbers,
-    "parse_numbers": parse_numbers,
-    "parse_path": parse_path,
-    "parse_python": parse_python,
-    "parse_share": parse_share,
-}
+TYPES: dict[str, Any] = {"int": int, "float": float, **vars(arg_types)}  # by their names in verbs.yaml
 FLAGS = {"--help", "-h", "--version", "--debug", "--multirun", "-m", "--shell-completion", "-sc"}
 
 

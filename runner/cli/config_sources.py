@@ -97,15 +97,12 @@ class FolderSource(ConfigSource):
     def source_of(self, config_path: str) -> ConfigSource | None:
         """The source whose file a config path names: this one, or, for `name~`, one after it."""
         name = config_path.rstrip(NEXT)
-        if not self.has_file(name):
+        place = self.path_of(self._normalize_file_name(name))
+        if place is None or not place.is_file():
             return None
         held = [self, *(source for source in self.after if source.is_config(name))]
         depth = len(config_path) - len(name)
         return held[depth] if depth < len(held) else None
-
-    def has_file(self, name: str) -> bool:
-        place = self.path_of(self._normalize_file_name(name))
-        return place is not None and os.path.isfile(place)
 
     def read(self, name: str) -> ConfigResult:
         """The content of a file of this folder. Raises ConfigLoadError, which names it."""
@@ -221,9 +218,8 @@ def recipe_file_problem(recipe: str) -> str:
     own = Path("recipes", f"{path.stem}.yaml")
     by_name = f"; the one in ./recipes is +{GROUP}={path.stem}" if own.is_file() and own.absolute() != path else ""
     if folder != path.parent:
-        return f"no file {recipe}: there is no folder {display_path(path.parent)}{by_name}" + _folder_contents(
-            folder, ""
-        )
+        text = f"no file {recipe}: there is no folder {display_path(path.parent)}"
+        return text + by_name + _folder_contents(folder, "")
     return f"no file {recipe}{by_name}" + _folder_contents(folder, path.name)
 
 

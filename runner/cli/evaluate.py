@@ -34,9 +34,8 @@ def run(args: Namespace) -> int:
     if "suite" in typed or "tasks" in typed:
         return _run_suite(args, texts, typed)
     if args.suite_python or args.literal:
-        raise UsageError(
-            f"run eval: {'words after --' if args.literal else '--suite-python'} are for suite=NAME tasks=TASK"
-        )
+        unused = "words after --" if args.literal else "--suite-python"
+        raise UsageError(f"run eval: {unused} are for suite=NAME tasks=TASK")
     for word in words:
         key = word.lstrip("+")
         if re.split("[.=]", key)[0] not in SECTIONS and not key.startswith(("model.dtype=", TRUST)):
@@ -69,26 +68,22 @@ def _run_suite(args: Namespace, texts: Sequence[str], typed: Mapping[str, str]) 
     from runner.tools.eval_suites import SUITES, run_suites
 
     if unknown := typed.keys() - {"suite", "tasks", "device"}:
-        raise UsageError(
-            f"run eval suite=…: {', '.join(sorted(unknown))} cannot be set; options of the harness go after --"
-        )
+        text = f"{', '.join(sorted(unknown))} cannot be set; options of the harness go after --"
+        raise UsageError(f"run eval suite=…: {text}")
     if typed.get("suite") not in SUITES or not typed.get("tasks"):
         raise UsageError(f"run eval: type suite={'|'.join(SUITES)} and tasks=TASK,TASK")
     suite = SUITES[typed["suite"]]
     if args.samples or args.suite_python is None:
-        wrong = (
-            "--samples applies only to '+evaluation=[…]' sets; leave it out"
-            if args.samples
-            else "--suite-python PYTHON is missing"
-        )
-        raise UsageError(
-            f"run eval suite={typed['suite']}: {wrong}\n  in a separate environment: {suite.install_line()}"
-        )
+        wrong = "--suite-python PYTHON is missing"
+        if args.samples:
+            wrong = "--samples applies only to '+evaluation=[…]' sets; leave it out"
+        more = f"in a separate environment: {suite.install_line()}"
+        raise UsageError(f"run eval suite={typed['suite']}: {wrong}\n  {more}")
     from runner.inference.model_source import parse_source
 
     sources = [parse_source(text, checkpoint=args.checkpoint, base=args.base) for text in texts]
-    more = [*(["--limit", str(args.limit)] if args.limit else []), *args.literal]
-    run_suites(sources, typed["suite"], typed["tasks"].split(","), args.suite_python, more, typed.get("device"))
+    options = [*(["--limit", str(args.limit)] if args.limit else []), *args.literal]
+    run_suites(sources, typed["suite"], typed["tasks"].split(","), args.suite_python, options, typed.get("device"))
     return 0
 
 

@@ -18,7 +18,7 @@ from runner.cli.config_sources import GROUP, hydra_session
 from runner.cli.hydra_compose import SWEEP
 from runner.cli.job_builder import ComposedJob, Composer, JobDraft, decode_draft, re_draft
 from runner.cli.overrides import read_overrides
-from runner.cli.sweep_axes import SweepAxis, axes_in, decode_sweep_options, recipe_axes, recipe_space, space_in
+from runner.cli.sweep_axes import axes_in, decode_sweep_options, recipe_axes, recipe_space, space_in
 from runner.core.errors import Problem, SpecError
 from runner.run_dir.manifest import fingerprint
 from runner.spec.registry import default_registry
@@ -128,10 +128,10 @@ def _expand_search(own: Sequence[str], rest: Sequence[str], draft: MakeDraft, lo
 
 
 def _cases(
-    axes: Sequence[SweepAxis], fixed: Sequence[str], draft: MakeDraft, loader: ConfigLoader, judged: _ProblemCollector
+    axes: Sequence[Dimension], fixed: Sequence[str], draft: MakeDraft, loader: ConfigLoader, judged: _ProblemCollector
 ) -> Iterator[Case]:
     """The words of each job: the product of the command line's axes, times those of the recipe it chose."""
-    of_recipes: dict[str, list[SweepAxis]] = {}
+    of_recipes: dict[str, list[Dimension]] = {}
     for words, varied in _product(axes, fixed):
         chosen = " ".join(w for w in words if w.lstrip("+").startswith(f"{GROUP}="))
         if chosen not in of_recipes:
@@ -144,7 +144,7 @@ def _cases(
             yield (*words, *more), varied | inner
 
 
-def _product(axes: Sequence[SweepAxis], fixed: Sequence[str]) -> Iterator[Case]:
+def _product(axes: Sequence[Dimension], fixed: Sequence[str]) -> Iterator[Case]:
     """All combinations, the last axis varying fastest. Raises SpecError where they are too many."""
     count = 1
     for axis in axes:

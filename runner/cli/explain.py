@@ -189,9 +189,8 @@ def _unit(leaf: str, info: FieldInfo, schema: Mapping[str, Any]) -> str:
 
 def _type(schema: Mapping[str, Any]) -> str:
     kinds = [str(s.get("type", "choice")) for s in schema.get("anyOf", [schema])]
-    return " or ".join(
-        "list" if k == "array" else TYPES.get(k, (k,))[0].removeprefix("a ").removeprefix("an ") for k in kinds
-    )
+    words = ["list" if kind == "array" else TYPES.get(kind, (kind,))[0] for kind in kinds]
+    return " or ".join(word.removeprefix("a ").removeprefix("an ") for word in words)
 
 
 def _default(info: FieldInfo) -> str:

@@ -170,7 +170,10 @@ def _verb(verb: str) -> None:
     if verb == "run":
         print_text(f"\n{SCREENS['jobs']}", end="")
     if verb == "sweep":
-        _about_sweeps()
+        print_text(f"\n{SCREENS['sweeps']}\noptions of a sweep, with run -m and with run sweep resume")
+        fields = [(name, info) for name, info in SweepConfig.model_fields.items() if name != "over"]
+        values = {name: info.get_default(call_default_factory=True) for name, info in fields}
+        print_table([(f"sweep.{name}={scalar(values[name])}", str(info.description)) for name, info in fields])
 
 
 def _verbs() -> None:
@@ -206,11 +209,3 @@ def _options(args: Namespace) -> None:
         print("groups and their options: run GROUP=OPTION; more on them: run list GROUP, run explain GROUP=OPTION")
         print_table([(group, ", ".join(group_options(sources, group))) for group in groups_of(registry)])
     print_text(f"\n{SCREENS['jobs']}", end="")
-
-
-def _about_sweeps() -> None:
-    """How a sweep is started, and what can be set of it."""
-    print_text(f"\n{SCREENS['sweeps']}\noptions of a sweep, with run -m and with run sweep resume")
-    fields = [(name, info) for name, info in SweepConfig.model_fields.items() if name != "over"]
-    values = {name: info.get_default(call_default_factory=True) for name, info in fields}
-    print_table([(f"sweep.{name}={scalar(values[name])}", str(info.description)) for name, info in fields])

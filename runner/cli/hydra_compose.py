@@ -93,11 +93,8 @@ def _missing(group: str, name: str, who: str, sources: Sequence[ConfigSource], r
         return _without_override(group.removeprefix(f"{beside}/"), name, origin)
     found = (_chooser(recipe, group, name, sources) for recipe in recipes)
     chooser = next((who for who in found if who), None)
-    return Problem(
-        group,
-        suggest.unknown_name(group, name, group_options(sources, group)),
-        label(chooser, sources) if chooser else origin,
-    )
+    text = suggest.unknown_name(group, name, group_options(sources, group))
+    return Problem(group, text, label(chooser, sources) if chooser else origin)
 
 
 def _without_override(group: str, name: str, origin: str) -> Problem:

@@ -55,13 +55,8 @@ def run(args: Namespace) -> int:
     return torchrun.run_under_torchrun(args.words, lambda words: _start(args, words))
 
 
-SERVER = {
-    "name": "tinker",
-    "algorithm": "tinker",
-    "data": "none",
-    "adapter": "lora",
-    "sampler": "torch",
-}  # what run tinker chooses
+# What run tinker chooses.
+SERVER = {"name": "tinker", "algorithm": "tinker", "data": "none", "adapter": "lora", "sampler": "torch"}
 
 
 def tinker(args: Namespace) -> int:
@@ -304,7 +299,8 @@ def _split_run(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def resolve_source(args: Namespace) -> tuple[ModelSource, list[str], dict[str, Any]]:
     """The model, the words that are prompts, and the arguments of `load_source`. Raises UsageError."""
-    set_words = [word for word in args.words if _is_setting(word)]
+    groups = (*JobSpec.model_fields, GROUP)  # any other text with an equals sign is a prompt
+    set_words = [word for word in args.words if (named := SETTING.match(word)) and named[1] in groups]
     for word in set_words:
         if not USABLE.match(word):
             prompt = f"; as a prompt, write it after --: run infer latest -- '{word}'" if args.verb == "infer" else ""
@@ -335,12 +331,6 @@ def _device_section(source: ModelSource, words: Sequence[str]) -> dict[str, Any]
         return dict(compose_job([*words, "tracker=none"]).data["device"])
     typed = compose_job([f"device={own['name']}", *words, "tracker=none"]).data["device"]
     return {**own, **{key: typed[key] for key in (word.partition("=")[0].rpartition(".")[2] for word in words)}}
-
-
-def _is_setting(word: str) -> bool:
-    """Whether a word sets an option that a job has; any other text with an equals sign is a prompt."""
-    named = SETTING.match(word)
-    return named is not None and named[1] in (*JobSpec.model_fields, GROUP)
 
 
 def _trust(words: Sequence[str]) -> list[str]:

@@ -64,14 +64,9 @@ def unknown_recipes(spec: JobSpec, origins: Mapping[str, str]) -> list[Problem]:
     if not named:
         return []
     known = known_recipes()
-    wrong = {
-        key: recipe_file_problem(name)
-        if is_file_name(name)
-        else ""
-        if name in known
-        else unknown_name(GROUP, name, known)
-        for key, name in named.items()
-    }
+    files = {key: recipe_file_problem(name) for key, name in named.items() if is_file_name(name)}
+    others = {key: name for key, name in named.items() if key not in files and name not in known}
+    wrong = files | {key: unknown_name(GROUP, name, known) for key, name in others.items()}
     return [Problem(key, message, origin_of(key, origins)) for key, message in wrong.items() if message]
 
 

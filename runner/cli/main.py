@@ -89,7 +89,9 @@ def _run_verb(words: list[str]) -> int:
         os.getcwd()
     except FileNotFoundError as error:
         raise EnvironmentProblem("the current folder was deleted; change to another one: cd FOLDER") from error
-    completing = _completing(words)
+    # The shell asks `run -sc query=bash`; Hydra's scripts write the two in either order.
+    flags = {"-sc", "--shell-completion"}
+    completing = ["--shell-completion", *(w for w in words if w not in flags)] if flags & set(words) else words
     try:
         if (verb := plugin_verb(words)) is not None:
             return verb(words[1:])
@@ -117,12 +119,6 @@ def _dispatch(args: Namespace) -> int:
     with survive_early_save() if chosen in ("run", "resume") else nullcontext():
         code: int = getattr(import_frozen(f"runner.cli.{module}"), name)(args)
     return code
-
-
-def _completing(words: list[str]) -> list[str]:
-    # The shell asks `run -sc query=bash`; Hydra's scripts write the two in either order.
-    flags = {"-sc", "--shell-completion"}
-    return ["--shell-completion", *(w for w in words if w not in flags)] if flags & set(words) else words
 
 
 def _print_error(message: str) -> None:

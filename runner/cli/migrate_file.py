@@ -119,7 +119,7 @@ def _old_options(root: yaml.MappingNode, content: Mapping[Any, Any]) -> Iterator
             continue
         for key, value in section.value:
             name = f"{group_key.value}.{key.value}"
-            if key.value not in known and migrate.table().is_of_older_version(name):
+            if key.value not in known and migrate.table().older_entry(name):
                 successors = migrate.table().successors(name, values[key.value])
                 braces = bool(section.flow_style)
                 yield OldOption(group_key.value, key, value, braces, values[key.value], successors)
@@ -140,11 +140,8 @@ def _additions(text: str, root: yaml.MappingNode, added: Mapping[str, list[str]]
             continue
         at = text.find("\n", _end(text, section.value[-1][1])) + 1 or len(text)
         indent = " " * section.value[0][0].start_mark.column
-        yield (
-            at,
-            at,
-            ("" if text[at - 1] == "\n" else line_end) + "".join(f"{indent}{line}{line_end}" for line in lines),
-        )
+        before = "" if text[at - 1] == "\n" else line_end
+        yield at, at, before + "".join(f"{indent}{line}{line_end}" for line in lines)
 
 
 def _end(text: str, node: yaml.Node) -> int:

@@ -65,10 +65,10 @@ def read_overrides(words: Iterable[str], groups: Collection[str]) -> tuple[list[
         if isinstance(got, Problem):
             problems.append(got)
         elif got.key in typed:
-            several = (
-                f"; for several recipes type +recipe=[{typed[got.key].value},{got.value}]" if got.key == GROUP else ""
-            )
-            problems.append(problem(got.key, f"set twice, as {typed[got.key].line} and as {word}{several}"))
+            text = f"set twice, as {typed[got.key].line} and as {word}"
+            if got.key == GROUP:
+                text += f"; for several recipes type +recipe=[{typed[got.key].value},{got.value}]"
+            problems.append(problem(got.key, text))
         else:
             typed[got.key] = got
     return list(typed.values()), problems
@@ -174,12 +174,12 @@ def check_choice(choice: TypedOverride, known: Collection[str]) -> tuple[TypedOv
 def _as_path(group: str, name: str) -> str:
     if group == GROUP and Path(f"{name}.yaml").expanduser().is_file():
         return f"; to use a file, type +{GROUP}={name}.yaml"
-    if "@" in group and ("/" in name or "." in name):
+    if "/" not in name and "." not in name:
+        return ""
+    if "@" in group:
         return f"; to set a path, type {group.partition('@')[2]}={name}"
     member = {"model": "hf", "data": "file"}.get(group)
-    return (
-        f"; to set a path, type {group}={member} {group}.path={name}" if member and ("/" in name or "." in name) else ""
-    )
+    return f"; to set a path, type {group}={member} {group}.path={name}" if member else ""
 
 
 def apply_values(config: DictConfig, values: Iterable[TypedOverride]) -> list[Problem]:

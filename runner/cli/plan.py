@@ -34,9 +34,8 @@ def show(args: Namespace) -> int:
     plan = estimate(spec, card)
     advice = advise(spec, card) if card is not None and not plan.fits(card) else None
     given = (spec, plan, card, advice)
-    print_text(
-        json.dumps(plan_text.as_json(*given), indent=1) if args.json else "\n".join(plan_text.plan_lines(*given))
-    )
+    as_text = json.dumps(plan_text.as_json(*given), indent=1) if args.json else "\n".join(plan_text.plan_lines(*given))
+    print_text(as_text)
     return 0
 
 

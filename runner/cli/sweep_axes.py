@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
@@ -93,22 +93,14 @@ def _validate_options(
         config = SweepConfig.model_validate(values)
     except ValidationError as error:
         names = {str(e["loc"][0]) for e in error.errors(include_url=False, include_input=False)}
-        found += [
-            Problem(f"{SWEEP}.{n}", _wrong_value(n, values[n]), origin_of(f"{SWEEP}.{n}", origins))
-            for n in sorted(names)
-        ]
-        return SweepConfig(), found
+        wrong = {f"{SWEEP}.{name}": _wrong_value(name, values[name]) for name in sorted(names)}
+        return SweepConfig(), found + [Problem(key, text, origin_of(key, origins)) for key, text in wrong.items()]
     said = config.problems(None)
     renamed = {name: ours for name in as_tuple(config.metric) if (ours := renamed_metric(name)) is not None}
-    said += [
-        (f"{SWEEP}.metric", f"no metric is named {name}; type {SWEEP}.metric={ours}") for name, ours in renamed.items()
-    ]
-    unknown = (
-        []
-        if config.metric_mode
-        else [name for name in as_tuple(config.metric) if not renamed and direction(name) is None]
-    )
-    if unknown:
+    for name, ours in renamed.items():
+        said.append((f"{SWEEP}.metric", f"no metric is named {name}; type {SWEEP}.metric={ours}"))
+    judged = () if config.metric_mode or renamed else as_tuple(config.metric)
+    if unknown := [name for name in judged if direction(name) is None]:
         text = f"must be set, max or min for each, because sweep.metric has no known direction: {', '.join(unknown)}"
         said.append(("sweep.metric_mode", text))
     return config, found + [Problem(key, text, origin_of(key, origins)) for key, text in said]
@@ -119,14 +111,6 @@ def _wrong_value(name: str, value: Any) -> str:
         return value_complaint(model_schema(SweepConfig)[name], f"{SWEEP}.{name}", value)
     hint = suggest.did_you_mean(name, SweepConfig.model_fields)
     return f"not an option of a sweep{hint or '; for all options: run help sweep'}"
-
-
-@dataclass(frozen=True, slots=True)
-class SweepAxis:
-    """A key that varies: for each of its values the word that sets it, and the value as it is shown."""
-
-    key: str
-    values: tuple[tuple[str, str], ...]
 
 
 def sweeps_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Override], list[str]]:
@@ -147,10 +131,10 @@ def sweeps_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Override
     return sweeps, fixed
 
 
-def axes_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[SweepAxis], list[str], list[Problem]]:
+def axes_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Dimension], list[str], list[Problem]]:
     """The words with several values, the others, and what cannot be enumerated."""
     sweeps, fixed = sweeps_in(words, loader)
-    axes, problems = list[SweepAxis](), list[Problem]()
+    axes, problems = list[Dimension](), list[Problem]()
     for override in sweeps:
         if not override.is_discrete_sweep():
             text = "list the values (1e-4,3e-4), or type range(START,STOP,STEP); intervals need sweep.search"
@@ -162,19 +146,18 @@ def axes_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[SweepAxis]
     return axes, fixed, problems
 
 
-def axis_of(override: Override) -> SweepAxis:
-    """What can be enumerated, as an axis."""
+def axis_of(override: Override) -> Dimension:
+    """What can be enumerated, as a choice."""
+    key, word = override.key_or_group, override.get_key_element()
     values = [float(f"{v:.12g}") if isinstance(v, float) else v for v in override.sweep_iterator()]  # 0.1 + 0.2 is 0.3
-    return SweepAxis(
-        override.key_or_group,
-        tuple((f"{override.get_key_element()}={_to_override_text(v)}", _display_text(v)) for v in values),
-    )
+    pairs = tuple((f"{word}={_to_override_text(value)}", _display_text(value)) for value in values)
+    return Dimension(key, word, "choice", values=pairs)
 
 
-def recipe_axes(draft: JobDraft, words: Sequence[str], loader: ConfigLoader) -> tuple[list[SweepAxis], list[Problem]]:
+def recipe_axes(draft: JobDraft, words: Sequence[str], loader: ConfigLoader) -> tuple[list[Dimension], list[Problem]]:
     """The axes of a recipe's sweep.over, but for keys that the command line sets."""
     typed = {word.lstrip("+").partition("=")[0] for word in words}
-    axes, problems = list[SweepAxis](), list[Problem]()
+    axes, problems = list[Dimension](), list[Problem]()
     for key, values in axes_of(draft).items():
         who = origin_of(OVER, draft.sweep_origins)
         if key in typed and key != GROUP:
@@ -182,7 +165,7 @@ def recipe_axes(draft: JobDraft, words: Sequence[str], loader: ConfigLoader) -> 
         found, text = values_in(key, values, loader)
         if text:
             problems.append(Problem(f"{OVER}.{key}", text, who))
-        axes += [SweepAxis(key, found)] if found else []
+        axes += [Dimension(key, key, "choice", values=found)] if found else []
     if isinstance(draft.sweep.get("over", {}), Mapping):
         return axes, problems
     return axes, [Problem(OVER, "expected a section: key → list of values", origin_of(OVER, draft.sweep_origins))]
@@ -272,7 +255,7 @@ def _dimension(override: Override) -> Dimension:
     if isinstance(value, RangeSweep) and isinstance(numbers, range) and numbers:
         ends = float(min(numbers)), float(max(numbers))
         return Dimension(key, word, "int", *ends, step=abs(numbers.step), log="log" in value.tags)
-    return Dimension(key, word, "choice", values=axis_of(override).values)
+    return axis_of(override)
 
 
 def _tag_problem(override: Override, dimension: Dimension) -> str:

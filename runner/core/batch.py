@@ -186,10 +186,7 @@ def row_layout(sizes: NDArray[np.int64], branches: Sequence[Sequence[int]] | Non
         lengths, unit, start = sizes, np.arange(len(sizes)), np.zeros_like(sizes)
     if not len(sizes) or lengths.min() <= 0:
         raise ValueError("a batch needs at least one row and no row may be empty")
-    return {
-        name: torch.from_numpy(one)
-        for name, one in zip(("lengths", "unit", "start"), (lengths, unit, start), strict=True)
-    }
+    return {"lengths": torch.from_numpy(lengths), "unit": torch.from_numpy(unit), "start": torch.from_numpy(start)}
 
 
 def flatten_rows(rows: Sequence[Row], dtype: type[np.generic] = np.int64) -> Tensor:

@@ -32,6 +32,11 @@ class RunnerError(Exception):
 
     exit_code = 1
 
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        if exit_code is not None:
+            self.exit_code = exit_code
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -139,8 +144,7 @@ class Interrupted(RunnerError):
     """SIGINT or SIGTERM arrived; a step under way was finished and a checkpoint written."""
 
     def __init__(self, signal_number: int, message: str) -> None:
-        super().__init__(message)
-        self.exit_code = 128 + signal_number
+        super().__init__(message, 128 + signal_number)
 
 
 def render_problems(problems: Sequence[Problem]) -> str:

@@ -35,9 +35,7 @@ class Metrics:
 
     def plain(self) -> Metrics:
         """A copy with plain numbers, read from the device."""
-        sums: dict[str, tuple[Scalar, Scalar]] = {
-            name: (_number(total), _number(count)) for name, (total, count) in self.sums.items()
-        }
+        sums: dict[str, tuple[Scalar, Scalar]] = {n: (_number(t), _number(c)) for n, (t, c) in self.sums.items()}
         return Metrics(sums, {name: _number(value) for name, value in self.maxima.items()})
 
     def result(self) -> dict[str, float]:

@@ -101,8 +101,7 @@ def links(text: str) -> dict[str, int]:
     """`nvidia-smi topo -m`: kind of link (NV18, PIX, SYS, …) → number of GPU pairs; may be empty."""
     rows = [line.replace("\x1b[4m", "").replace("\x1b[0m", "").split() for line in text.splitlines()]
     gpus = [row for row in rows if row and row[0].startswith("GPU") and row[0][3:].isdecimal() and "X" in row]
-    kinds = Counter(row[1 + column] for index, row in enumerate(gpus) for column in range(len(gpus)) if column > index)
-    return dict(kinds)
+    return Counter(row[1 + column] for index, row in enumerate(gpus) for column in range(index + 1, len(gpus)))
 
 
 def _gpu(row: list[str]) -> Gpu:

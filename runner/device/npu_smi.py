@@ -125,9 +125,8 @@ def parse_mapping(text: str) -> list[ChipLocation]:
         if row.get("Chip Logic ID", "-").isdecimal():  # an Mcu has "-"
             logical = int(row["Chip Logic ID"])
             physical = int(row.get("Chip Phy-ID", logical))
-            places.append(
-                ChipLocation(int(row["NPU ID"]), int(row["Chip ID"]), logical, physical, row.get("Chip Name", ""))
-            )
+            card, chip = int(row["NPU ID"]), int(row["Chip ID"])
+            places.append(ChipLocation(card, chip, logical, physical, row.get("Chip Name", "")))
     return places
 
 

@@ -67,17 +67,14 @@ def resolve_presets(presets: Sequence[Preset], own: Mapping[str, str]) -> Resolv
     return ResolvedEnv(free, kept)
 
 
-def _read() -> dict[str, dict[str, Preset]]:
-    table = read_table(__file__, "presets.yaml")
-    return {
-        kind: {
-            name: Preset(name, {key: EnvVariable(**one) for key, one in found.items()}) for name, found in own.items()
-        }
-        for kind, own in table.items()
-    }
+def _preset(name: str, variables: Mapping[str, Mapping[str, str]]) -> Preset:
+    return Preset(name, {key: EnvVariable(**one) for key, one in variables.items()})
 
 
-_TABLE = _read()
+_TABLE: dict[str, dict[str, Preset]] = {
+    kind: {name: _preset(name, variables) for name, variables in own.items()}
+    for kind, own in read_table(__file__, "presets.yaml").items()
+}
 PRESETS = _TABLE["npu"]
 CUDA_DETERMINISTIC = _TABLE["cuda"]["deterministic"]
 

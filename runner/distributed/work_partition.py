@@ -95,9 +95,7 @@ class RemoteFailure:
 
     def to_error(self) -> RunnerError:
         """The error that the other ranks raise."""
-        error = RunnerError(self.message)
-        error.exit_code = self.exit_code
-        return error
+        return RunnerError(self.message, self.exit_code)
 
 
 def run_partitioned(peers: RankCollectives, owners: Sequence[int], work: Callable[[list[int]], Sequence[T]]) -> list[T]:

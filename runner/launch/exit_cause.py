@@ -49,8 +49,7 @@ class JobFailed(RunnerError):
     """The error of one of its processes, with its exit code. `stopped`: a signal had requested its end."""
 
     def __init__(self, message: str, exit_code: int, stopped: bool = False) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+        super().__init__(message, exit_code)
         self.stopped = stopped
 
 

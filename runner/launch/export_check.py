@@ -38,6 +38,7 @@ from runner.run_dir.folder import RunFolder
 from runner.run_dir.manifest import PromptStyle
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler
+from runner.tracker.jsonl import complete_lines
 from runner.trainer.answer_evaluator import ShorteningSampler
 
 PROBE = Path(__file__).with_name("export_probe.py")
@@ -71,21 +72,20 @@ def check_export(
     loaded, tokenizes a prompt otherwise, generates other tokens, or has log-probabilities that differ by more than the
     data type's rounding.
     """
+    asked: list[tuple[str, Path | None]] = [(prompt, None) for prompt in prompts]
     if is_adapter(folder) and any(isinstance(p, QuantizedWeight) for p in model.module.parameters()):
         with tempfile.TemporaryDirectory() as base:
             _write_dequantized_base(model, Path(base))
-            return _compare_answers(model, folder, [(prompt, None) for prompt in prompts], style, other, base)
+            return _compare_answers(model, folder, asked, style, other, base)
     reader = images_of(model.tokenizer)
     has_processor = style == "chat" and (folder / "preprocessor_config.json").is_file()
     # Readers without merge_size count tokens by code of their own.
     if reader is None or not has_processor or "merge_size" not in reader.how:
-        return _compare_answers(model, folder, [(prompt, None) for prompt in prompts], style, other)
+        return _compare_answers(model, folder, asked, style, other)
     with tempfile.TemporaryDirectory() as temporary:
         image = Path(temporary, "image.png")
         image.write_bytes(_draw_image())
-        return _compare_answers(
-            model, folder, [*((prompt, None) for prompt in prompts), (IMAGE_PROMPT, image)], style, other
-        )
+        return _compare_answers(model, folder, [*asked, (IMAGE_PROMPT, image)], style, other)
 
 
 def _write_dequantized_base(model: GenerativeModel, folder: Path) -> None:
@@ -100,9 +100,8 @@ def _draw_image() -> bytes:
     from PIL import Image
 
     content, ramp = io.BytesIO(), Image.linear_gradient("L").resize((96, 64))
-    Image.merge(
-        "RGB", (ramp, ramp.transpose(Image.Transpose.ROTATE_180), Image.radial_gradient("L").resize((96, 64)))
-    ).save(content, "PNG")
+    channels = (ramp, ramp.transpose(Image.Transpose.ROTATE_180), Image.radial_gradient("L").resize((96, 64)))
+    Image.merge("RGB", channels).save(content, "PNG")
     return content.getvalue()
 
 
@@ -206,10 +205,7 @@ def _begin(tokenizer: Any, prompt: str, ids: Sequence[int], style: PromptStyle) 
 
 def run_prompts(folder: RunFolder, tokenizer: Any, style: PromptStyle, chat: ChatConfig) -> list[str]:
     """The run's own prompts: those of its newest evaluation, without their images."""
-    rows = []
-    if folder.samples.is_file():
-        with folder.samples.open(encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file if line.endswith("\n")]
+    rows = map(json.loads, complete_lines(folder.samples))
     texts = [str(row["prompt"]) for row in rows if row.get("prompt")][-8 * NUM_PROMPTS :]
     markers = ChatMarkers.from_tokenizer(tokenizer, chat) if style == "chat" else None
     plain = [markers.user_message(text) if markers else text for text in texts]

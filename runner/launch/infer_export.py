@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import ChatConfig
@@ -21,9 +22,7 @@ from runner.launch.run_messages import ChatMarkers, plain_sample
 from runner.run_dir.folder import RunFolder, display_path, hold_lock
 from runner.run_dir.manifest import PromptStyle
 from runner.spec.job import JobSpec
-
-if TYPE_CHECKING:  # it brings torch, which may be broken
-    from runner.interfaces import TrainableModel
+from runner.tracker.jsonl import complete_lines
 
 
 def prompt_ids(
@@ -70,6 +69,9 @@ def export(
     compare the folder with the run's model (see `check_export`); None = if its weights are below 2 GB, or with `other`,
     the Python of another environment that is to load the folder too.
     """
+    from runner.interfaces import as_generative
+    from runner.launch.export_check import LARGEST_CHECKED, check_export, run_prompts
+
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise EnvironmentProblem(f"{out} exists and is not an empty folder; choose another --out")
     with hold_lock(folder) if out is None else nullcontext():
@@ -81,38 +83,21 @@ def export(
         style = loaded.state["identity"]["prompt_style"]
         samples = _evaluation_samples(folder, loaded.step, model.tokenizer, style, spec.chat)
         facts = CardFacts(loaded.step, loaded.metrics, style, samples)
-        found = write_export(model, target, spec, facts, _folder_check(model, folder, spec, style, check, other))
+        generative, size = as_generative(model), sum(p.numel() * p.element_size() for p in model.module.parameters())
+        check_folder: CheckFolder | None = None
+        if check is not False and generative is not None and (check or other or size <= LARGEST_CHECKED):
+            prompts = run_prompts(folder, model.tokenizer, style, spec.chat)
+            check_folder = partial(check_export, generative, prompts=prompts, style=style, other=other)
+        found = write_export(model, target, spec, facts, check_folder)
     return ExportResult(target, loaded.step, found)
-
-
-def _folder_check(
-    model: TrainableModel,
-    folder: RunFolder,
-    spec: JobSpec,
-    style: PromptStyle,
-    wanted: bool | None,
-    other: Path | None,
-) -> CheckFolder | None:
-    from runner.interfaces import as_generative
-    from runner.launch.export_check import LARGEST_CHECKED, check_export, run_prompts
-
-    generative = as_generative(model)
-    size = sum(p.numel() * p.element_size() for p in model.module.parameters())
-    if wanted is False or generative is None or (wanted is None and other is None and size > LARGEST_CHECKED):
-        return None
-    prompts = run_prompts(folder, model.tokenizer, style, spec.chat)
-    return lambda written: check_export(generative, written, prompts, style, other)
 
 
 def _evaluation_samples(
     folder: RunFolder, step: int, tokenizer: Any, style: PromptStyle, chat: ChatConfig
 ) -> list[Mapping[str, Any]]:
     """Three samples of the last evaluation until a step, as plain text."""
-    if not folder.samples.is_file():
-        return []
-    with folder.samples.open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file if line.endswith("\n")]
-    rows = [row for row in rows if row.get("step", 0) <= step and "answer" in row]
+    every = map(json.loads, complete_lines(folder.samples))
+    rows = [row for row in every if row.get("step", 0) <= step and "answer" in row]
     last = max((row["step"] for row in rows), default=0)
     markers = ChatMarkers.from_tokenizer(tokenizer, chat) if style == "chat" else None
     return [plain_sample(row, markers) for row in rows if row["step"] == last][:3]

@@ -88,7 +88,10 @@ class Supervisor:
         if self.machines is not None:
             cause = self.machines.agree_on_cause(cause)
         if cause is not None:
-            raise self._with_resume_hint(cause).to_error(stopped=bool(self.interrupts.stop_signals))
+            if cause.strength in (KILLED, LAGGED, WAITED) and not is_upstream_run():
+                hint = f"continue: run resume {run_argument(self.folder)}"
+                cause = cause._replace(message=f"{cause.message}\n  {hint}")
+            raise cause.to_error(stopped=bool(self.interrupts.stop_signals))
 
     def _start(self) -> None:
         self.folder.ranks.mkdir(exist_ok=True)
@@ -192,12 +195,6 @@ class Supervisor:
         if leader is not None and leader.wait_for_exit().code != 0 and sys.stdout.isatty():
             sys.stdout.write(SHOW_CURSOR)  # a killed live screen has hidden it
             sys.stdout.flush()
-
-    def _with_resume_hint(self, cause: ExitCause) -> ExitCause:
-        """The cause with the command that continues the run, unless the job itself is wrong."""
-        if is_upstream_run() or cause.strength not in (KILLED, LAGGED, WAITED):
-            return cause
-        return cause._replace(message=f"{cause.message}\n  continue: run resume {run_argument(self.folder)}")
 
 
 def kill_all(members: Sequence[WorkerProcess]) -> None:

@@ -59,10 +59,6 @@ KEY_CHARACTERS = 16
 class UpstreamRunFailed(RunnerError):
     """A recipe that must run first is not a job, or failed."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
 
 def upstream_environment() -> Mapping[str, str]:
     """The environment of an upstream run."""
@@ -75,17 +71,13 @@ def command_words(recipe: str, spec: Mapping[str, Any], *, own_model: bool) -> l
     own_model: the recipe has its own model; otherwise it uses the job's
     """
     groups = ("device", "tracker") if own_model else ("device", "model", "tracker")
-    words = [f"+recipe={_quote_recipe(recipe)}", f"seed={spec['seed']}"]
+    # A name as it is, and the path of a file in the grammar of the command line.
+    escaped = recipe.replace("\\", "\\\\").replace("'", "\\'")
+    words = ["+recipe=" + (recipe if PLAIN_NAME.fullmatch(recipe) else f"'{escaped}'"), f"seed={spec['seed']}"]
     for group in groups:
         kept = {key: value for key, value in spec[group].items() if key not in JOB_ONLY}
         words += [f"{group}={spec[group]['name']}", *_options(group, kept)]
     return words
-
-
-def _quote_recipe(recipe: str) -> str:
-    """A recipe's name, or its file's path, in the grammar of the command line."""
-    path = recipe.replace("\\", "\\\\").replace("'", "\\'")
-    return recipe if PLAIN_NAME.fullmatch(recipe) else f"'{path}'"
 
 
 def layout_words(words: Sequence[str], spec: Mapping[str, Any]) -> tuple[list[str], str]:
@@ -264,22 +256,17 @@ def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> P
             text = f"{key}: using the weights of an earlier +recipe={recipe} with this spec and code {again}"
             print_text(text, file=sys.stderr)
             return folder.root
-        layout = _layout_of(recipe, key, words, spec)
+        layout, why_not = layout_words(words, spec.model_dump(mode="json"))
+        text = f"{key}: running +recipe={recipe}"
+        if why_not:
+            text += f" as one process, because it does not support this job's layout:\n{why_not}"
+            print_text(text, file=sys.stderr)
+        elif spec.launch.machines > 1:
+            wait = "the others wait for at most parallelism.timeout_s"
+            print_text(f"{text} on this machine's devices; {wait}", file=sys.stderr)
         with handle_slurm_signals(spec):
             _run(folder, recipe, key, words, layout, lock, own_model=own_model)
     return folder.root
-
-
-def _layout_of(recipe: str, key: str, words: Sequence[str], spec: JobSpec) -> list[str]:
-    """The words for the upstream run's layout: the job's or, with a message, one process."""
-    layout, why_not = layout_words(words, spec.model_dump(mode="json"))
-    text = f"{key}: running +recipe={recipe}"
-    if why_not:
-        print_text(f"{text} as one process, because it does not support this job's layout:\n{why_not}", file=sys.stderr)
-    elif spec.launch.machines > 1:
-        wait = "the others wait for at most parallelism.timeout_s"
-        print_text(f"{text} on this machine's devices; {wait}", file=sys.stderr)
-    return layout
 
 
 def _run(

@@ -67,7 +67,8 @@ def early_stop(manifest: Mapping[str, Any]) -> str | None:
 
 def redact(text: str) -> str:
     """The text with possible secrets, and values of secret environment variables, masked."""
-    for value in _secret_values():
+    values = {v for k, v in os.environ.items() if is_secret_name(k) and len(v) >= SHORTEST_SECRET}
+    for value in sorted(values, key=len, reverse=True):  # a value may be part of a longer one
         text = text.replace(value, MASK)
     text = SHAPES.sub(MASK, text)
     return KEPT_PREFIX.sub(lambda m: (m["keep"] or m["bearer"] or m["name"]) + MASK, text)
@@ -91,12 +92,6 @@ def _redacted_field(name: str, value: Any) -> Any:
         if PUBLIC_FIELD.match(name):  # a hash, which looks like a W&B key
             return value
     return redact_values(value)
-
-
-def _secret_values() -> list[str]:
-    """Values of secret environment variables, longest first, so that no part of one remains."""
-    values = {v for k, v in os.environ.items() if is_secret_name(k) and len(v) >= SHORTEST_SECRET}
-    return sorted(values, key=len, reverse=True)
 
 
 def is_secret_name(name: str) -> bool:
@@ -128,7 +123,7 @@ def collect_manifest(spec: Mapping[str, Any], device: Mapping[str, Any]) -> dict
             "host": socket.gethostname(),
             "cpus": os.cpu_count(),
         },
-        "packages": installed_packages(),
+        "packages": dict(sorted(((d.metadata["Name"] or "?").lower(), d.version) for d in distributions())),
         "device": redact_values(dict(device)),
         "environment": allowed_environment(),
     }
@@ -145,12 +140,6 @@ def allowed_environment() -> dict[str, str]:
     names, prefixes = VARIABLES["recorded"], tuple(VARIABLES["recorded_prefixes"])
     kept = (k for k in sorted(os.environ) if (k.startswith(prefixes) or k in names) and not is_secret_name(k))
     return {k: redact(os.environ[k]) for k in kept}
-
-
-def installed_packages() -> dict[str, str]:
-    """Every installed distribution and its version."""
-    found = {(d.metadata["Name"] or "?").lower(): d.version for d in distributions()}
-    return dict(sorted(found.items()))
 
 
 def code_state(folder: Path, below: str = "") -> dict[str, Any]:

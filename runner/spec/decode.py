@@ -121,9 +121,8 @@ def _callbacks(data: Mapping[str, Any], registry: Registry) -> tuple[Callbacks, 
         if isinstance(name, str) and name in members:
             chosen.append((str(key), members[name]))
         elif name is None and key in members:
-            found.append(
-                (f"{CALLBACKS}.{key}", f"is not chosen; type {CALLBACKS}={key}, or several: '{CALLBACKS}=[{key},…]'")
-            )
+            text = f"is not chosen; type {CALLBACKS}={key}, or several: '{CALLBACKS}=[{key},…]'"
+            found.append((f"{CALLBACKS}.{key}", text))
         else:
             found.append((f"{CALLBACKS}.{key}", unknown_name("callback", str(name or key), members)))
     return tuple(chosen), found

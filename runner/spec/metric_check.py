@@ -7,26 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from runner.core.errors import Problem
+from runner.core.package import read_table
 from runner.spec.evaluation import HIGH, LOW, EvaluationSet, decode_set, ks_of
 from runner.spec.suggest import nearest_word
 
-MEASURED = {  # by prefix; those of reward/ and eval/ depend on the job, those of device/ and sampler/ on the machine
-    "train": "loss grad_norm lr tokens",
-    "rollout": "length truncated_frac tokens resample_rounds staleness staleness_mean truncation_kl",
-    "mismatch": "logprob_diff prob_diff kl",
-    "correction": "effective_sample_size clip_frac",
-    "weight_sync": "bytes logprob_error send_s gb_per_s load_s",
-    "critic": "loss clip_frac value return grad_norm lr",
-    "distill": "divergence nll reverse_kl",
-    "perf": "tokens_per_s model_flops mfu step_s peak_memory_bytes",
-    "time": "data_wait_s update_s eval_s",
-}
-POLICY = "entropy ratio clip_frac_low clip_frac_high clip_frac_dual kl kl_coef"
-SIDES = "chosen_logprob rejected_logprob"
-HELD_OUT = {  # of the loss on held-out items, by their kind
-    "pairs": f"loss accuracy chosen rejected margin {SIDES}",
-    "judged": f"loss accuracy chosen rejected kl_baseline {SIDES}",
-}
+_TABLE = read_table(__file__, "measured.yaml")
+MEASURED: dict[str, list[str]] = _TABLE["measured"]
+HELD_OUT: dict[str, list[str]] = _TABLE["held_out"]
 CHOICES = [f"{name}{end}" for name in ("accuracy", "accuracy_norm") for end in ("", LOW, HIGH)]  # multiple choice
 SAMPLED = ("rollout", "mismatch", "correction", "sampler", "weight_sync")  # what only rollouts have
 OF_MACHINE = ("device", "sampler")
@@ -93,15 +80,15 @@ def missing_reason(metric: str, spec: Any) -> str | None:
 
 def possible_metrics(spec: Any) -> list[str]:
     """Metrics of a job of built-in components, for the groups that the job has; not those of the machine."""
-    algorithm, found = spec.algorithm, {group: names.split() for group, names in MEASURED.items()}
+    algorithm, found = spec.algorithm, {group: list(names) for group, names in MEASURED.items()}
     preferences = algorithm.item_kind in ("pairs", "judged")
     found["train"] += {"pairs": ["accuracy"], "judged": ["accuracy", "kl_baseline"]}.get(algorithm.item_kind, [])
-    found["policy"] = (SIDES if preferences else POLICY).split()
+    found["policy"] = list(_TABLE["preferences" if preferences else "policy"])
     scored = ["mean", "std", "num_failed", "zero_variance", *spec.reward.component_metrics()]
     margin = ["margin"] if algorithm.item_kind == "pairs" else []
     found["reward"] = ["chosen", "rejected", *margin] if preferences else scored
     found["eval"] = [
-        *HELD_OUT.get(algorithm.item_kind, "loss divergence nll").split(),
+        *HELD_OUT.get(algorithm.item_kind, _TABLE["held_out_others"]),
         *_answer_metrics(spec.evaluation.samples, spec.reward, spec.environment),
     ]
     for one in _valid_sets(spec):

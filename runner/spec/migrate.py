@@ -94,7 +94,7 @@ class MigrationTable:
 
     def successors(self, key: str, value: Any) -> dict[str, Any] | None:
         """Our options for an option of an older version, with their values; {} = none needed, None = unknown."""
-        entry = self._older_entry(key)
+        entry = self.older_entry(key)
         if entry is None:
             return None
         to, sentence = _parts(_matching_rules(entry.rule, value, "")[0][1])
@@ -110,11 +110,8 @@ class MigrationTable:
             found[name] = value if as_it_is else yaml.safe_load(filled.partition("=")[2])
         return found
 
-    def is_of_older_version(self, key: str) -> bool:
-        """Whether an older version had an option of this name."""
-        return self._older_entry(key) is not None
-
-    def _older_entry(self, key: str) -> Entry | None:
+    def older_entry(self, key: str) -> Entry | None:
+        """The entry of an option that an older version had."""
         return next((entry for entry in self.pages[OURS][1] if key in entry.keys), None)
 
     def answers(self, entry: Entry, value: Any, job: Job) -> list[Answer]:

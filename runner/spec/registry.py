@@ -17,21 +17,9 @@ from runner.core.package import COMPONENTS_GROUP, load_plugins
 from runner.spec.base import ComponentConfig
 
 BUILT_IN = (
-    "device",
-    "parallelism",
-    "model",
-    "adapter",
-    "data",
-    "algorithm",
-    "sampler",
-    "reward",
-    "environment",
-    "optimizer",
-    "schedule",
-    "tracker",
-    "checkpoint",
-    "launch",
-)
+    "device", "parallelism", "model", "adapter", "data", "algorithm", "sampler", "reward", "environment", "optimizer",
+    "schedule", "tracker", "checkpoint", "launch",
+)  # fmt: skip
 GROUPS = (*BUILT_IN, "callbacks")
 
 

@@ -150,15 +150,11 @@ def _owner_options(
         how = f"type {MODEL}@{key}={_path_model_name(registry)} {key}.path=…, or {key}=PATH"
         return missing, [(key, f"the section does not name a model; {how}")]
     if "path" not in cls.model_fields:
-        made = f"{MODEL}={cls.component_name()} has random weights"
-        return missing, [
-            (key, f"{made}; a second model needs trained weights: {MODEL}@{key}={_path_model_name(registry)}")
-        ]
+        text = f"{MODEL}={cls.component_name()} has random weights; a second model needs trained weights"
+        return missing, [(key, f"{text}: {MODEL}@{key}={_path_model_name(registry)}")]
     # the option itself takes the path, or it is null beside one that does
-    values, found = (
-        (missing if option in own.values() else {option: (None, key)}),
-        list(_unused_options(key, model, own, cls)),
-    )
+    found = list(_unused_options(key, model, own, cls))
+    values = missing if option in own.values() else {option: (None, key)}
     for name, mine in own.items():
         value, before = model.get(name), section.get(mine)
         if name == "path" and value in (None, "???"):

@@ -64,12 +64,8 @@ def absence_reason(group: str, wrong: str) -> str | None:
     if group == "launch" and (number := re.fullmatch(r"local_?(\d+)", wrong.lower())):
         return f"type launch.devices={number[1]}"
     if re.search(r"\.py\b", wrong):
-        own = (
-            f"type reward=function reward.path={wrong}"
-            if group == "reward"
-            else "docs/extend.md has a package of yours"
-        )
-        return f"a choice is a component, not a file; {own}"
+        of_package, of_function = "docs/extend.md has a package of yours", f"type reward=function reward.path={wrong}"
+        return f"a choice is a component, not a file; {of_function if group == 'reward' else of_package}"
     return migrate.table().absent.get(wrong.lower())
 
 

@@ -30,7 +30,10 @@ def plan_lines(folder: SweepFolder, plan: Plan, options: SweepConfig, slots: str
     count = options.trials or len(plan.jobs)
     lines = [f"sweep    {count} job{'s' if count > 1 else ''} · {display_path(folder.root)}"]
     for position, axis in enumerate(plan.axes):
-        lines.append(f"{'' if position else 'varies':9}{axis}  {search_range(plan, axis) or _value_list(plan, axis)}")
+        values = _values(plan, axis)
+        more = f", … {len(values)} in total" if len(values) > LONGEST_LIST else ""
+        listed = search_range(plan, axis) or ", ".join(values[:LONGEST_LIST]) + more
+        lines.append(f"{'' if position else 'varies':9}{axis}  {listed}")
     if plan.search is not None:
         pruned = "; bad jobs are stopped early (sweep.prune)" if options.prune else ""
         lines.append(f"search   {options.search}, {options.sampler or 'tpe'}{pruned}")
@@ -49,11 +52,6 @@ def search_range(plan: Plan, axis: str) -> str:
 def _values(plan: Plan, axis: str) -> list[str]:
     """The distinct values of a key in the jobs."""
     return list(dict.fromkeys(job.varied[axis] for job in plan.jobs if axis in job.varied))
-
-
-def _value_list(plan: Plan, axis: str) -> str:
-    values = _values(plan, axis)
-    return ", ".join(values[:LONGEST_LIST]) + (f", … {len(values)} in total" if len(values) > LONGEST_LIST else "")
 
 
 def ranking_lines(rankings: Sequence[Ranking]) -> list[str]:

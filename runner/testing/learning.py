@@ -62,10 +62,8 @@ def check_optimizer(config: OptimizerConfig) -> None:
     require(not moved, f"at learning rate 0 the parameters {moved} moved; the loop sets group['lr'] before each step")
     for _ in range(20):
         last = _step(optimizer, parameters, config.learning_rate)
-    require(
-        math.isfinite(last) and last < first,
-        f"20 steps at lr={config.learning_rate} took the loss from {first} to {last}",
-    )
+    falls = math.isfinite(last) and last < first
+    require(falls, f"20 steps at lr={config.learning_rate} took the loss from {first} to {last}")
     require(torch.equal(parameters["unused"], start["unused"]), "a parameter without gradient moved")
     _check_resume(config, parameters, optimizer)
 

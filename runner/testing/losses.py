@@ -53,21 +53,11 @@ def _normal(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def _policy_inputs() -> Inputs:
+def _check_policy_loss(one: Registration) -> None:
     logprobs = (-_normal(10).abs() - 0.1).requires_grad_()
     old = logprobs.detach() + 0.3 * _normal(10, seed=1)
-    return {
-        "logprobs": logprobs,
-        "old_logprobs": old,
-        "ratio": (logprobs - old).exp(),
-        "advantages": _normal(10, seed=2),
-        "mask": MASK,
-        "row": ROW,
-    }
-
-
-def _check_policy_loss(one: Registration) -> None:
-    inputs = _policy_inputs()
+    inputs: Inputs = {"logprobs": logprobs, "old_logprobs": old, "ratio": (logprobs - old).exp()}
+    inputs |= {"advantages": _normal(10, seed=2), "mask": MASK, "row": ROW}
     loss, _ = _call_registered(one, inputs, 10)
     require(bool(loss[MASK].isfinite().all()), f"{one.name}: the loss of trained tokens is finite; got {loss}")
     _check_gradient(one, loss[MASK], [inputs["logprobs"]])

@@ -51,14 +51,8 @@ def check_reward(
     group = [completion(text, prompt=prompt, columns=columns) for text in scores]
     wanted = list(scores.values())
     with tempfile.TemporaryDirectory() as folder:
-        context = {
-            "device": CPU,
-            "tokenizer": tiny_tokenizer(),
-            "seed": 0,
-            "decide": Decisions(),
-            "folder": Path(folder),
-        }
-        reward: Reward = build_component(config, **context, fit=None)
+        context = {"device": CPU, "tokenizer": tiny_tokenizer(), "decide": Decisions(), "folder": Path(folder)}
+        reward: Reward = build_component(config, **context, seed=0, fit=None)
         try:
             _compare_scores(scores, reward.score([group]), [wanted])
             _compare_scores(scores, reward.score([group, group[::-1]]), [wanted, wanted[::-1]])

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -230,8 +231,8 @@ class JsonlTail:
         return [json.loads(line) for line in whole.splitlines()]
 
 
-def last_lines(path: Path, size: int) -> list[str]:
-    """The complete lines within the last `size` bytes of a file; none if it does not exist."""
+def complete_lines(path: Path, size: int = sys.maxsize) -> list[str]:
+    """The complete lines of a file, or those within its last `size` bytes; none if it does not exist."""
     try:
         with path.open("rb") as file:
             start = max(file.seek(0, 2) - size, 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 from runner.core.device_kinds import CORE, ResourceRequest, kind_of
 from runner.core.errors import EnvironmentProblem, StorageError
 from runner.run_dir.folder import OUTPUTS, RunFolder
-from runner.tracker.jsonl import last_lines
+from runner.tracker.jsonl import complete_lines
 
 # States in which a job has ended. A preempted job that is requeued is not shown as PREEMPTED.
 FINISHED_STATES = frozenset({
@@ -94,7 +94,7 @@ def steps_of(run: RunFolder) -> int:
 
 
 def _steps_of(run: RunFolder) -> int:
-    lines = [line for line in last_lines(run.metrics, 2 * LINE_BYTES) if line.startswith('{"step"')]
+    lines = [line for line in complete_lines(run.metrics, 2 * LINE_BYTES) if line.startswith('{"step"')]
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 

@@ -230,12 +230,10 @@ def numbering(machine: SystemInfo) -> CheckResult:
         return skip("npu-smi lists no chips")
     listed, files = len(info.chips), len(machine.nodes)
     if files and listed != files:
-        return warning(
-            f"npu-smi lists {count_noun(listed, 'chip')}, /dev has {files}: programs use the smaller number",
-            machine.docker_run(*(f"--device /dev/davinci{number}" for number in range(max(listed, files))))
-            if machine.in_container
-            else "npu-smi info -m",
-        )
+        flags = [f"--device /dev/davinci{number}" for number in range(max(listed, files))]
+        remedy = machine.docker_run(*flags) if machine.in_container else "npu-smi info -m"
+        seen = f"npu-smi lists {count_noun(listed, 'chip')}, /dev has {files}"
+        return warning(f"{seen}: programs use the smaller number", remedy)
     try:
         places = npu_smi.parse_mapping(machine.command_result("npu-smi", "info", "-m").out)
     except ValueError as error:

@@ -35,14 +35,8 @@ if TYPE_CHECKING:
 TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2, "npu": 2e-2}
 MEETING_S = 90
 JOB = (
-    "steps=1",
-    "model=tiny",
-    "data=demo",
-    "algorithm=sft",
-    "algorithm.batch_size=8",
-    "data.items=16",
-    "data.held_out=2",
-    *("tracker=none", "evaluation.every=0", "checkpoint.every=1", "schedule=constant", "name=doctor"),
+    *("name=doctor", "steps=1", "model=tiny", "schedule=constant", "tracker=none", "evaluation.every=0"),
+    *("algorithm=sft", "algorithm.batch_size=8", "data=demo", "data.items=16", "data.held_out=2", "checkpoint.every=1"),
 )
 
 

@@ -21,21 +21,10 @@ from runner.tools.parity.recording import Recording, TensorSketch
 
 # What a device or machine may have of its own: kernels, data types, where the same files lie.
 ALLOWED_DIFFERENCES = (
-    "device",
-    "strict",
-    "init_from",
-    "model.dtype",
-    "reward.dtype",
-    "model.gradient_checkpointing",
-    "model.activation_offloading",
-    "model.lm_head_chunk_tokens",
-    "model.path",
-    "model.tokenizer",
-    "model.trust_remote_code",
-    "data.path",
-    "algorithm.teacher",
-    "algorithm.reference_path",
-)
+    "device", "strict", "init_from", "model.dtype", "reward.dtype", "model.gradient_checkpointing",
+    "model.activation_offloading", "model.lm_head_chunk_tokens", "model.path", "model.tokenizer",
+    "model.trust_remote_code", "data.path", "algorithm.teacher", "algorithm.reference_path",
+)  # fmt: skip
 SAME_WEIGHTS = {False: 1e-9, True: 2.0**-8}  # largest relative distance; of different data types: bfloat16's rounding
 SMALL_GRADIENT = 0.1  # of the root mean square of the gradients' norms: below it a gradient is judged by that
 

@@ -95,16 +95,13 @@ def _run(spec: JobSpec, head: Head, shape: Any, spread: RankLayout, headed: bool
     if spread.is_sharded:  # layers come from other ranks in what they compute in
         for parameter in model.module.parameters():
             parameter.data = parameter.data.to(model.compute_dtype)
-    tracker = MetaMemoryTracker(
-        [*model.module.parameters(), *model.module.buffers()], shape.get_text_config().vocab_size
-    )
+    held, vocabulary = [*model.module.parameters(), *model.module.buffers()], shape.get_text_config().vocab_size
+    tracker, period = MetaMemoryTracker(held, vocabulary), layer_period(shape, spec.model.gradient_checkpointing)
     with ExitStack() as during:
         for name, parameter in learning.items():
             parts = spread.experts if is_expert(name) else spread.pieces
             during.callback(keep_gradients([parameter], tracker, parts, stored[name])[0].remove)
-        for handle in _moment_hooks(
-            decoder_layers(model), tracker, layer_period(shape, spec.model.gradient_checkpointing)
-        ):
+        for handle in _moment_hooks(decoder_layers(model), tracker, period):
             during.callback(handle.remove)
         during.enter_context(allow_meta_autocast())
         during.enter_context(tracker)

@@ -17,7 +17,6 @@ from runner.model.flops import head_size
 from runner.model.initial_weights import DTYPES
 from runner.spec.job import JobSpec
 from runner.tools.plan.measure import Passes
-from runner.tools.plan.meta_memory_tracker import Kind
 from runner.tools.plan.model import published_config
 from runner.tools.plan.rank_layout import (
     MemoryTerm,
@@ -73,20 +72,17 @@ class MemoryBreakdown:
         states = trainable + self._state_bytes()
         pieces = sum(part.bytes for part in self._parts().values()) + states
         inputs = len(self.stage.layers) * self._tokens() * self.shape.get_text_config().hidden_size * size
+        asleep = self.engine.weights if self.engine and engine_sleep_level(self.spec) == 1 else 0
         found = [
             MemoryTerm("shards, their gradients and optimizer state", pieces if self.spread.offloaded else 0),
             MemoryTerm("layers' inputs", inputs if self.spec.model.activation_offloading else 0),
             MemoryTerm("a copy of the state for a checkpoint", states if self.spec.checkpoint.asynchronous else 0),
-            MemoryTerm("the weights of a sleeping engine", self._asleep()),
+            MemoryTerm("the weights of a sleeping engine", asleep),
         ]
         return [term for term in found if term.bytes]
 
     def _parts(self) -> dict[str, ParameterCount]:
         return {role: self.spread.rank_share(one, self.stage) for role, one in self.own.items()}
-
-    def _asleep(self) -> int:
-        """What of an engine waits here while the rank trains."""
-        return self.engine.weights if self.engine and engine_sleep_level(self.spec) == 1 else 0
 
     def _trained_bytes(self) -> int:
         return sum(part.trained_bytes for part in self._parts().values())
@@ -124,7 +120,9 @@ class MemoryBreakdown:
     def _pass_terms(self) -> list[MemoryTerm]:
         """What forward and backward passes take, of the model whose passes take most."""
         depth = max(end - start for start, end in self.stage.runs)
-        fullest = {role: self._peak_memory(role, depth) for role in self.passes}
+        before = {role: part.trained_bytes if self.cuts > 1 else 0 for role, part in self._parts().items()}  # gradients
+        whole = {role: passes.at_depth(depth, headed=self.stage.last) for role, passes in self.passes.items()}
+        fullest = {role: one.fullest(before[role]) for role, one in whole.items()}
         role = max(fullest, key=lambda one: sum(fullest[one].values()))
         taken = fullest[role]
         more = self.stage.runs_in_flight(self.spread.mesh.pp, self.cuts) - 1
@@ -139,11 +137,6 @@ class MemoryBreakdown:
             MemoryTerm("gradients in communication", gathered.trained_bytes),
             *self._exchange_terms(),
         ]
-
-    def _peak_memory(self, role: str, depth: int) -> Mapping[Kind, int]:
-        """The fullest moment of a pass of the model, with the gradients of those before it."""
-        before = self._parts()[role].trained_bytes if self.cuts > 1 else 0
-        return self.passes[role].at_depth(depth, headed=self.stage.last).fullest(before)
 
     def _exchange_terms(self) -> list[MemoryTerm]:
         """Buffers of messages in a pass: context parallel, between stages, and to evenly chosen experts."""
@@ -191,11 +184,8 @@ def frozen_model_terms(
             size = DTYPES[one.dtype or spec.model.compute_dtype].itemsize
             terms.append(MemoryTerm(role, _scoring_share(other, spread, number).frozen * size // spread.mesh.tp))
         elif way == "copy":
-            terms.append(
-                MemoryTerm(
-                    role, _scoring_share(model_weights(spec, "lm", shape, trains=False), spread, number).frozen_bytes
-                )
-            )
+            same = model_weights(spec, "lm", shape, trains=False)
+            terms.append(MemoryTerm(role, _scoring_share(same, spread, number).frozen_bytes))
     if spec.reward.runs_model:
         left_out.append("the reward model")
     if spec.sampler.served:

@@ -200,7 +200,10 @@ def _split(sending: Mapping[str, int]) -> str:
 def as_json(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice | None) -> dict[str, Any]:
     """The plan for programs: bytes, operations, and the words to be typed."""
     band, own = (plan.band(card), plan.sampler_band(card)) if card else (None, None)
-    dims = plan.mesh.dims
+    dims, samplers = plan.mesh.dims, dict[str, Any]()
+    if plan.samplers is not None:
+        samplers = {"devices": plan.samplers.devices, "processes": plan.samplers.count}
+        samplers["terms"] = {term.name: term.bytes for term in plan.samplers.terms}
     return {
         "format": FORMAT,
         "name": spec.name,
@@ -211,7 +214,7 @@ def as_json(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice | N
         "models": {role: {"trained": one.all.trained, "frozen": one.all.frozen} for role, one in plan.models.items()},
         "phases": {phase.name: {term.name: term.bytes for term in phase.terms} for phase in plan.phases},
         "peak_bytes": plan.peak.bytes,
-        "samplers": _samplers(plan),
+        "samplers": samplers or None,
         "engine": None if plan.engine is None else asdict(plan.engine),
         "host": {term.name: term.bytes for term in plan.host},
         "shelf": {term.name: term.bytes for term in plan.shelf},
@@ -223,14 +226,6 @@ def as_json(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice | N
         "step": asdict(plan.work) | {"sent_bytes": plan.work.sent_bytes, "sampling_s": plan.sampling_s},
         "left_out": list(plan.left_out),
     }
-
-
-def _samplers(plan: Estimate) -> Mapping[str, Any] | None:
-    """The devices that only sample."""
-    if (found := plan.samplers) is None:
-        return None
-    terms = {term.name: term.bytes for term in found.terms}
-    return {"devices": found.devices, "processes": found.count, "terms": terms}
 
 
 def _tera(flops: float) -> str:

@@ -6,9 +6,8 @@ reduce-scatter and an all-to-all n·(p−1)/p.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import ceil, lcm
 from typing import Any
 
@@ -57,116 +56,73 @@ def rank_work(
     rows *= 2 if spec.algorithm.item_kind == "pairs" else 1
     tokens = ceil(rows * longest_row_tokens(spec) / mesh.dp_size)
     cuts = ceil(tokens / spec.algorithm.micro_batch_tokens)
-    traffic = Traffic(spec, shape, spread, stage, tokens, cuts, len(whole))
+    sending = sent_bytes_by_purpose(spec, shape, spread, stage, own.values(), tokens, cuts)
     together = mesh.tp * mesh.cp * mesh.pp
     flops, again = (count / together for count in update_flops(spec, whole.values(), tokens))
-    return RankWork(tokens, flops, again, cuts, traffic.sending(own), spread.bubble(cuts))
+    return RankWork(tokens, flops, again, cuts, sending, spread.bubble(cuts))
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What one rank sends in a step. models: how many learn."""
+def sent_bytes_by_purpose(
+    spec: JobSpec,
+    shape: Any,
+    spread: RankLayout,
+    stage: StageLayout,
+    models: Collection[ModelWeights],
+    tokens: int,
+    cuts: int,
+) -> dict[str, int]:
+    """What one rank sends in a step; without what takes none. models: those that learn; cuts: micro-batches."""
+    mesh, inner, size, layers = spread.mesh, shape.get_text_config(), compute_dtype(spec).itemsize, len(stage.layers)
+    hidden = tokens * inner.hidden_size * size // mesh.cp  # bytes of the hidden states of this rank's tokens
+    passes = 3 if spec.model.gradient_checkpointing else 2  # forward, backward, and forward where it is recomputed
+    # All-reduces of tensor parallelism (Shoeybi et al., 1909.08053, section 3): each layer's attention and feed-forward
+    # part end in one, forward and backward, and once more where recomputed.
+    slices = layers * 2 * passes * 2 * hidden * (mesh.tp - 1) // mesh.tp
+    # Hidden states to the next stage, and their gradients to the one before, once for each run of layers.
+    stages = (2 * len(stage.runs) - stage.last - stage.first) * hidden if mesh.pp > 1 else 0
+    # Each token's hidden states to its experts and back, all to all, if they are chosen evenly (GShard, 2006.16668,
+    # section 3.2).
+    chosen = getattr(inner, "num_experts_per_tok", 0) or 0
+    experts = layers * 2 * passes * chosen * hidden * (mesh.ep - 1) // mesh.ep
+    found = {
+        "weights and gradients": sum(_sharding_bytes(model, spread, stage, cuts, size) for model in models),
+        "slices": len(models) * slices,
+        "rows": len(models) * _context_bytes(inner, spread, layers, tokens, passes, size),
+        "stages": len(models) * stages,
+        "experts": len(models) * experts,
+    }
+    return {name: sent for name, sent in found.items() if sent}
 
-    spec: JobSpec
-    shape: Any
-    spread: RankLayout
-    stage: StageLayout
-    tokens: int
-    cuts: int
-    models: int
 
-    def sending(self, own: Mapping[str, ModelWeights]) -> dict[str, int]:
-        """Bytes by what they are for; without what takes none."""
-        found = {
-            "weights and gradients": sum(self._for_data(one) for one in own.values()),
-            "slices": self.models * self._for_slices(),
-            "rows": self.models * self._for_rows(),
-            "stages": self.models * self._for_stages(),
-            "experts": self.models * self._for_experts(),
-        }
-        return {name: sent for name, sent in found.items() if sent}
+def _sharding_bytes(model: ModelWeights, spread: RankLayout, stage: StageLayout, cuts: int, size: int) -> int:
+    """Layers in pieces are gathered for the forward and, if freed, again for the backward pass, in each micro-batch;
+    gradients are summed into pieces, and between copies once. The same of experts beside being shared out."""
+    mesh, times = spread.mesh, 2 if spread.resharded else 1
+    part, r = spread.stage_parts(model, stage), mesh.dp_cp_size // spread.pieces
+    plain, experts = part.plain, part.experts
+    moved = times * plain.gathered_bytes(size) + plain.trained_bytes
+    further, alike = spread.experts // mesh.ep, max(1, mesh.dp_cp_size // spread.experts)
+    moved_experts = times * experts.gathered_bytes(size) + experts.trained_bytes
+    return (
+        cuts * moved * (spread.pieces - 1) // spread.pieces
+        + 2 * (plain.trained_bytes // spread.pieces) * (r - 1) // r
+        + cuts * moved_experts // mesh.ep * (further - 1) // further
+        + 2 * (experts.trained_bytes // spread.experts) * (alike - 1) // alike
+    )
 
-    @cached_property
-    def _inner(self) -> Any:
-        return self.shape.get_text_config()
 
-    @property
-    def _size(self) -> int:
-        """Bytes of a number of the hidden states."""
-        return compute_dtype(self.spec).itemsize
+def _context_bytes(inner: Any, spread: RankLayout, layers: int, tokens: int, passes: int, size: int) -> int:
+    """Bytes of context parallelism.
 
-    @property
-    def _hidden(self) -> int:
-        """Bytes of the hidden states of this rank's tokens in a step."""
-        return self.tokens * self._inner.hidden_size * self._size // self.spread.mesh.cp
-
-    @property
-    def _passes(self) -> int:
-        """Number of passes in which layers exchange data: forward, backward, and recomputed forward."""
-        return 3 if self.spec.model.gradient_checkpointing else 2
-
-    @property
-    def _layers(self) -> int:
-        return len(self.stage.layers)
-
-    def _for_data(self, model: ModelWeights) -> int:
-        """Layers in pieces are gathered for the forward and, if freed, again for the backward pass, in each
-        micro-batch; gradients are summed into pieces, and between copies once."""
-        spread, r = self.spread, self.spread.mesh.dp_cp_size // self.spread.pieces
-        part = spread.stage_parts(model, self.stage)
-        plain = part.plain
-        gathered = (2 if spread.resharded else 1) * plain.gathered_bytes(self._size)
-        sharding = self.cuts * (gathered + plain.trained_bytes) * (spread.pieces - 1) // spread.pieces
-        alike = max(1, spread.mesh.dp_cp_size // spread.experts)
-        experts = part.experts.trained_bytes // spread.experts
-        return (
-            sharding
-            + 2 * (plain.trained_bytes // spread.pieces) * (r - 1) // r
-            + self._of_experts(part.experts.gathered_bytes(self._size), part.experts.trained_bytes)
-            + 2 * experts * (alike - 1) // alike
-        )
-
-    def _of_experts(self, held: int, learns: int) -> int:
-        """The same of experts where they lie in pieces beside being shared out."""
-        further = self.spread.experts // self.spread.mesh.ep
-        moved = (2 if self.spread.resharded else 1) * held + learns
-        return self.cuts * moved // self.spread.mesh.ep * (further - 1) // further
-
-    def _for_slices(self) -> int:
-        """All-reduces of tensor parallelism (Shoeybi et al., 1909.08053, section 3).
-
-        Each layer's attention and feed-forward part end in one, forward and backward, and once more where recomputed.
-        """
-        tp = self.spread.mesh.tp
-        return self._layers * 2 * self._passes * 2 * self._hidden * (tp - 1) // tp
-
-    def _for_rows(self) -> int:
-        """Bytes of context parallelism.
-
-        Ulysses: queries, keys, values and attention outputs, all-to-all, each way (2309.14509, section 3); ring: keys
-        and values to every other rank, in the backward pass again, and their gradients in float32 (2310.01889).
-        """
-        mesh = self.spread.mesh
-        if mesh.cp == 1:
-            return 0
-        heads, kv = local_heads(self._inner, self.spread)
-        numbers = self.tokens // mesh.cp * head_size(self._inner)
-        if self.spread.ring:
-            return self._layers * 2 * kv * numbers * (self._passes * self._size + 4) * (mesh.cp - 1)
-        return self._layers * self._passes * 2 * (heads + kv) * numbers * self._size * (mesh.cp - 1) // mesh.cp
-
-    def _for_stages(self) -> int:
-        """Hidden states to the next stage, and their gradients to the one before, once for each run of layers."""
-        forward = len(self.stage.runs) - self.stage.last
-        back = len(self.stage.runs) - self.stage.first
-        return (forward + back) * self._hidden if self.spread.mesh.pp > 1 else 0
-
-    def _for_experts(self) -> int:
-        """Each token's hidden states to its experts and back, all to all, if they are chosen evenly
-        (GShard, 2006.16668, section 3.2)."""
-        ep = self.spread.mesh.ep
-        taken = getattr(self._inner, "num_experts_per_tok", 0) or 0
-        return self._layers * 2 * self._passes * taken * self._hidden * (ep - 1) // ep
+    Ulysses: queries, keys, values and attention outputs, all-to-all, each way (2309.14509, section 3); ring: keys
+    and values to every other rank, in the backward pass again, and their gradients in float32 (2310.01889).
+    """
+    cp = spread.mesh.cp
+    heads, kv = local_heads(inner, spread)
+    numbers = layers * (tokens // cp) * head_size(inner)
+    if spread.ring:
+        return 2 * kv * numbers * (passes * size + 4) * (cp - 1)
+    return passes * 2 * (heads + kv) * numbers * size * (cp - 1) // cp
 
 
 def local_heads(inner: Any, spread: RankLayout) -> tuple[int, int]:

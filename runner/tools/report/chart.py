@@ -53,7 +53,8 @@ def interval_curves(name: str, key: str, hue: int, found: Mapping[str, Series]) 
 
 def hues(count: int) -> list[int]:
     """`count` hues that are as far apart as can be, neighbors not alike."""
-    return [round(210 + i * 360 / max(count, 1) * _stride(count)) % 360 for i in range(count)]
+    step = next(s for s in range(max(round(count * 0.618), 1), 0, -1) if math.gcd(s, max(count, 1)) == 1)
+    return [round(210 + i * 360 / max(count, 1) * step) % 360 for i in range(count)]
 
 
 def svg(curves: Sequence[Curve], label: str, most: int = MOST_POINTS) -> str:
@@ -183,12 +184,6 @@ def _mark(tag: str, of: Curve | Point, place: str, kind: str = "curve") -> str:
 
 def _tick(value: float) -> str:
     return format_rate(value) if value >= 1e4 else format_number(float(f"{value:.3g}"))
-
-
-def _stride(count: int) -> int:
-    """A number of hues to go on by that visits all of them, near the golden section."""
-    wanted = max(round(count * 0.618), 1)
-    return next(s for s in range(wanted, 0, -1) if math.gcd(s, max(count, 1)) == 1)
 
 
 @dataclass(frozen=True, slots=True)

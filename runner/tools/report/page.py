@@ -100,10 +100,8 @@ class Page:
         self.parts.append(SWITCHES)
         sections: dict[str, list[str]] = {}
         for name in shown:
-            found = curves[name]
-            last = (
-                f" {format_metric(name, found[0].series.last[1])}" if len(found) == 1 and found[0].series.points else ""
-            )
+            found, series = curves[name], curves[name][0].series
+            last = f" {format_metric(name, series.last[1])}" if len(found) == 1 and series.points else ""
             chart = svg(found, f"{name} over the step, {count_noun(len(found), 'curve')}", most)
             figure = f'<figure data-metric="{_escape(name)}">{_caption(name + last)}{chart}</figure>'
             sections.setdefault("health" if name in HEALTH else name.split("/")[0], []).append(figure)
@@ -289,9 +287,8 @@ def _conversation(turns: Sequence[Mapping[str, Any]]) -> str:
     for message in turns:
         calls = [call["function"] for call in message.get("tool_calls", ())]
         made = [f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls]
-        lines.append(
-            " ".join([f"{message['role']}:", *([str(message["content"])] if message["content"] else []), *made])
-        )
+        said = [str(message["content"])] if message["content"] else []
+        lines.append(" ".join([f"{message['role']}:", *said, *made]))
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from runner.run_dir.folder import RunFolder, read_mapping, read_spec
 from runner.run_dir.manifest import redact_values
+from runner.tracker.jsonl import complete_lines
 from runner.tracker.text import METRICS
 
 log = logging.getLogger("runner")
@@ -80,11 +81,7 @@ def read_rows(path: Path, *keys: str, **types: Callable[[Any], Any]) -> Iterator
     keys, types: keys that each row must have, some with a type. A last line without its newline is left out; one that
     is damaged, or lacks such a key, is named and left out.
     """
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    except FileNotFoundError:
-        return
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(complete_lines(path), 1):
         try:
             row = dict(json.loads(line))
             if missing := [key for key in (*keys, *types) if key not in row]:

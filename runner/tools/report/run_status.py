@@ -25,7 +25,7 @@ from runner.core.rank_info import Host
 from runner.launch.slurm.commands import state_of
 from runner.run_dir.folder import RunFolder, display_path, is_locked, read_mapping, read_spec, run_argument
 from runner.spec.evaluation import HIGH, LOW
-from runner.tracker.jsonl import last_lines
+from runner.tracker.jsonl import complete_lines
 from runner.tracker.text import (
     METRICS,
     count_noun,
@@ -108,6 +108,7 @@ def read_run_status(folder: RunFolder) -> RunStatus:
     if state == "running":
         state = _running(folder, members)
     newest = max(folder.checkpoints.glob("step-*/MANIFEST.json"), default=None)
+    logs = [folder.log, *(folder.root / member.log for member in members)]
     return RunStatus(
         folder=str(folder.root),
         name=str(spec.get("name", "")),
@@ -126,7 +127,7 @@ def read_run_status(folder: RunFolder) -> RunStatus:
         checkpoint=int(STEP.findall(newest.parent.name)[0]) if newest else None,
         checkpoint_age_s=_age_s(newest.stat().st_mtime) if newest else None,
         slurm=_slurm(folder),
-        logs=_logs(folder, members),
+        logs=[str(path) for path in dict.fromkeys(logs) if path.is_file()],
     )
 
 
@@ -200,7 +201,7 @@ def _state_here(pid: int) -> str:
 def _tail(path: Path) -> list[dict[str, Any]]:
     """The last steps' numbers; a line that is being written is left out."""
     try:
-        return [json.loads(line) for line in last_lines(path, TAIL_BYTES)]
+        return [json.loads(line) for line in complete_lines(path, TAIL_BYTES)]
     except ValueError as error:
         raise EnvironmentProblem(f"{path} is damaged: {error}") from error
 
@@ -216,12 +217,6 @@ def _slurm(folder: RunFolder) -> dict[str, str] | None:
     except EnvironmentProblem as error:
         state, reason = "not known", str(error)
     return {**kept, "state": state, "reason": reason}
-
-
-def _logs(folder: RunFolder, members: list[ProcessStatus]) -> list[str]:
-    """The logs that are there."""
-    named = [folder.log, *(folder.root / member.log for member in members)]
-    return [str(path) for path in dict.fromkeys(named) if path.is_file()]
 
 
 def _age_s(moment: float) -> float:

@@ -81,9 +81,8 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
 def _question(prompt: str, answers: Sequence[Row | None]) -> str:
     expected = next((str(row["expected"]) for row in answers if row is not None and row.get("expected")), "")
     images = next((row["images"] for row in answers if row is not None and row.get("images")), ())
-    first = f"{_thumbnails(images)}{_escape(prompt)}" + (
-        f'<div class="faint">expected {_escape(expected)}</div>' if expected else ""
-    )
+    wanted = f'<div class="faint">expected {_escape(expected)}</div>' if expected else ""
+    first = f"{_thumbnails(images)}{_escape(prompt)}{wanted}"
     return f'<tr><td class="wrap">{first}</td>{"".join(map(_answer, answers))}</tr>'
 
 
