@@ -18,10 +18,9 @@ from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.readers import read_whole_text
 from runner.inference.engine_process import EngineSettings
 from runner.inference.model_source import ModelSource, source_spec
-from runner.spec.base import Config
+from runner.spec.base import LOOPBACK, Config
 
 EngineName = Literal["auto", "torch", "vllm"]
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class ServeSettings(Config):
@@ -53,7 +52,10 @@ class ServeSettings(Config):
 
 def serve(model: EngineSettings, settings: ServeSettings, api_key_file: Path | None = None) -> int:
     """Serve a model until a signal. Raises Interrupted then, and what the engine failed with."""
-    api_key = _read_api_key(api_key_file)
+    keys = [] if api_key_file is None else read_api_keys(api_key_file, "--api-key-file")
+    if len(keys) > 1:
+        raise EnvironmentProblem(f"--api-key-file {api_key_file}: expected one key, which has no spaces")
+    api_key = keys[0] if keys else None
     if settings.host not in LOOPBACK and api_key is None:
         raise EnvironmentProblem(
             f"host={settings.host}: other machines could use the model without a key; write a key into a file that "
@@ -91,20 +93,21 @@ def _choose_engine(source: ModelSource, device: str | None, settings: ServeSetti
     return engine
 
 
-def _read_api_key(path: Path | None) -> str | None:
-    """The key in a file. Raises EnvironmentProblem."""
-    if path is None:
-        return None
+def read_api_keys(path: Path, option: str) -> list[str]:
+    """The keys in a file, one per line, that no other user can read; option: names the file.
+
+    Raises EnvironmentProblem.
+    """
     try:
-        key = read_whole_text(path, "--api-key-file").strip()
+        keys = read_whole_text(path, option).split()
         others = path.stat().st_mode & 0o077
     except (OSError, DataError) as error:
-        raise EnvironmentProblem(f"--api-key-file {path}: cannot be read: {error}") from error
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise EnvironmentProblem(f"--api-key-file {path}: expected one line of ASCII text without spaces")
+        raise EnvironmentProblem(f"{option} {path}: cannot be read: {error}") from error
+    if not keys or not all(key.isascii() and key.isprintable() for key in keys):
+        raise EnvironmentProblem(f"{option} {path}: expected a key on each line, of ASCII text without spaces")
     if others:
-        raise EnvironmentProblem(f"--api-key-file {path}: other users can read it; type: chmod 600 {path}")
-    return key
+        raise EnvironmentProblem(f"{option} {path}: other users can read it; type: chmod 600 {path}")
+    return keys
 
 
 def _serve_torch(model: EngineSettings, settings: ServeSettings, api_key: str | None) -> int:

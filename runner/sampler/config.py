@@ -12,7 +12,7 @@ from runner.core.device_kinds import CUDA
 from runner.core.errors import EnvironmentProblem
 from runner.sampler.base import SamplerConfig as SamplerConfig
 from runner.sampler.base import SamplingConfig, WeightParts
-from runner.spec.base import Dtype, address_problem
+from runner.spec.base import LOOPBACK, Dtype, address_problem
 
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM draws at
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that its attention on the CPU has
@@ -179,7 +179,6 @@ class VllmSamplerConfig(SamplingConfig):
 
 
 CONNECT_TIMEOUT_S = 10.0  # for a server to be there
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class ServerSamplerConfig(SamplingConfig):

@@ -104,6 +104,7 @@ Names = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 COMMAND_LINE = "command line"
 
 

@@ -4,9 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from runner.spec.base import Config
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+from runner.spec.base import LOOPBACK, Config
 
 
 class TinkerConfig(Config):

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runner.core.errors import DataError, RunnerError
-from runner.spec.tinker import LOOPBACK
+from runner.spec.base import LOOPBACK
 from runner.tinker.requests import MALFORMED, Json, as_runner_error, describe_error
 from runner.tinker.state import ServerState, owner_of
 

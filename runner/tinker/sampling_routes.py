@@ -24,7 +24,8 @@ from runner.tinker.training_routes import in_order
 MAX_SAMPLES = 4096  # of one prompt
 MAX_TOP = 1024  # likeliest tokens of a position
 MAX_NEW_TOKENS = 4096  # of a model without a longest row, where the request does not say how many
-UNSUPPORTED = ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n", "record_stability_info")
+UNSUPPORTED = dict.fromkeys(("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"), "leave it out")
+UNSUPPORTED["record_stability_info"] = "train with another loss than stable_reinforce, e.g. loss_fn=importance_sampling"
 
 
 def sampling_routes(state: ServerState) -> list[Route]:
@@ -100,7 +101,7 @@ def inflight_key(model_id: str) -> str:
 def read_sample_request(request_id: str, body: Json, limits: ModelLimits) -> SampleRequest:
     """The sampling request in a body. Raises DataError for values out of range; the engine checks ids."""
     if unsupported := [name for name in UNSUPPORTED if body.get(name)]:
-        raise DataError(f"{unsupported[0]} is not supported by this server; leave it out")
+        raise DataError(f"{unsupported[0]} is not supported by this server; {UNSUPPORTED[unsupported[0]]}")
     ids, count = tuple(read_model_input(body["prompt"]).tolist()), int(body.get("num_samples", 1))
     top_prompt, top = (int(body.get(f"topk_{name}_logprobs") or 0) for name in ("prompt", "sample"))
     if not 1 <= count <= MAX_SAMPLES or not (0 <= top_prompt <= MAX_TOP and 0 <= top <= MAX_TOP):

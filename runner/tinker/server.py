@@ -31,8 +31,8 @@ from runner.core.errors import DataError, EnvironmentProblem, RunnerError
 from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
 from runner.core.subprocess import ChildProcess
-from runner.data.readers import read_whole_text
 from runner.inference.http import HttpLimits, http_url, listen, serve_in_thread
+from runner.inference.serve import read_api_keys
 from runner.interfaces import Device, GenerativeModel
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
@@ -148,13 +148,9 @@ def read_keys(path: str | None) -> frozenset[str] | None:
     """The keys in a file, one per line; None without a file. Raises EnvironmentProblem."""
     if path is None:
         return None
-    try:
-        keys = frozenset(read_whole_text(Path(path).expanduser(), "tinker.key_file").split())
-    except (OSError, DataError) as error:
-        text = f"tinker.key_file={path}: {getattr(error, 'strerror', error)}; write one key per line"
-        raise EnvironmentProblem(text) from error
-    if not keys or not all(key.startswith("tml-") for key in keys):
-        raise EnvironmentProblem(f"tinker.key_file={path}: expected one key per line, each starting with tml-")
+    keys = frozenset(read_api_keys(Path(path).expanduser(), "tinker.key_file"))
+    if not all(key.startswith("tml-") for key in keys):
+        raise EnvironmentProblem(f"tinker.key_file {path}: expected one key per line, each starting with tml-")
     return keys
 
 

@@ -297,7 +297,7 @@ class TrainingService:
             self._make_room()
             self._add_sampler(key, source)
         own = self._adapter_parameters(self._samplers[key])
-        load_parameters(own, {f"param/{name}": adapter[name] for name in own if name in adapter})
+        load_parameters(own, {f"param/{name}": value for name, value in adapter.items()})
         if (found := weights_digest(own)) != record.digest:
             self._remove_sampler(key)
             raise DataError(f"{source}: the sampler's weights are {found}, not {record.digest}; save them again")
@@ -341,7 +341,8 @@ class TrainingService:
         import peft
 
         self._engine.leave_generation_mode()
-        settings: Any = peft.PeftConfig.from_pretrained(str(self._store.path(source)))
+        read = partial(peft.PeftConfig.from_pretrained, str(self._store.path(source)))
+        settings: Any = run_on_rank0(self._world.world_peers, read)
         name = self._new_name()
         with torch.random.fork_rng(devices=[]):
             self._model.add_adapter(name, settings)

@@ -80,12 +80,16 @@ def finish_session(state: ServerState, body: Json, owner: str) -> Json:
 
 
 def create_model(state: ServerState, body: Json, owner: str) -> Json:
-    """Add a training client with a fresh LoRA."""
-    session = state.session(body["session_id"], owner)
+    """Add a training client with a fresh LoRA or, where the request has a path, with that of a checkpoint."""
+    session, path = state.session(body["session_id"], owner), body.get("path")
 
     def prepare() -> Operation:
-        state.base.check_name(body["base_model"])
-        return state.create_client(session, body, read_lora(body.get("lora_config"), state.base.alpha))
+        if path is None or body.get("base_model"):
+            state.base.check_name(body["base_model"])
+        if path is None:
+            return state.create_client(session, body, read_lora(body.get("lora_config"), state.base.alpha))
+        source, record = state.checkpoint(path, owner)
+        return state.create_client(session, body, record.lora, source)
 
     return state.start(f"{client_id(session, body)}:0", owner, prepare)
 
@@ -140,19 +144,10 @@ def save_weights(state: ServerState, body: Json, owner: str) -> Operation:
     return Operation("save", (target, *more), {"type": "save_weights", "path": str(target)})
 
 
-def load_weights(state: ServerState, body: Json, owner: str) -> Json:
+def load_weights(state: ServerState, body: Json, owner: str) -> Json | None:
     """Load a checkpoint into a training client, or with a session add one that continues it."""
-    if body.get("session_id") is None:
-        return in_order(prepare_load)(state, body, owner) or {}
-    session = state.session(body["session_id"], owner)
-
-    def prepare() -> Operation:
-        if body.get("base_model"):
-            state.base.check_name(body["base_model"])
-        source, record = state.checkpoint(body["path"], owner)
-        return state.create_client(session, body, record.lora, source)
-
-    return state.start(f"{client_id(session, body)}:0", owner, prepare)
+    handle = create_model if body.get("session_id") else in_order(prepare_load)
+    return handle(state, body, owner)
 
 
 def prepare_load(state: ServerState, body: Json, owner: str) -> Operation:

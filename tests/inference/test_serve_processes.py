@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from runner.core.errors import EnvironmentProblem
-from runner.inference.serve import _read_api_key
+from runner.inference.serve import read_api_keys
 from tests.inference.scripted import Server, serve, write_model
 
 LONG = {"model": "scripted", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "n": 4}
@@ -210,11 +210,16 @@ def test_a_wrong_command_is_refused_before_anything_is_loaded(
     assert message in capsys.readouterr().err
 
 
-def test_a_byte_order_mark_is_no_part_of_the_key(tmp_path: Path) -> None:
+def test_a_key_file_has_one_key(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from runner.cli.main import main
+
     key = tmp_path / "key"
     key.write_bytes(b"\xef\xbb\xbfsecret\n")
     key.chmod(0o600)
-    assert _read_api_key(key) == "secret"
+    assert read_api_keys(key, "--api-key-file") == ["secret"], "a byte-order mark is no part of it"
+    key.write_text("two words")
+    assert main(["serve", str(folder), "device=cpu", "--api-key-file", str(key)]) == 2
+    assert "expected one key" in capsys.readouterr().err
     key.write_bytes(b"\xff")
     with pytest.raises(EnvironmentProblem, match="not UTF-8"):
-        _read_api_key(key)
+        read_api_keys(key, "--api-key-file")

@@ -68,6 +68,7 @@ def test_a_client_trains_saves_and_samples(server: Server, client: Client) -> No
     sampled = sample(client, sampler, 0, num_samples=2, prompt_logprobs=True, topk_sample_logprobs=2)
     assert [len(one["tokens"]) for one in sampled["sequences"]] == [5, 5] and len(sampled["prompt_logprobs"]) == 3
     assert sample(client, sampler, 1, num_samples=2)["sequences"] == sampled["sequences"], "the seed decides"
+    assert "another loss than stable_reinforce" in sample(client, sampler, 2, record_stability_info=True)["error"]
     steps = [metrics for owner, metrics in server[1].steps if owner == model_id]
     assert len(steps) == 4 and steps[0]["grad_norm:mean"] > 0
 
@@ -320,6 +321,10 @@ def test_keys_of_a_file_are_the_only_ones(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="No such file"):
         read_keys(str(file))
     file.write_text("secret\n")
+    file.chmod(0o644)
+    with pytest.raises(EnvironmentProblem, match="other users can read it; type: chmod 600"):
+        read_keys(str(file))
+    file.chmod(0o600)
     with pytest.raises(EnvironmentProblem, match="each starting with tml-"):
         read_keys(str(file))
     file.write_bytes(b"\xff")
