@@ -1,4 +1,4 @@
-"""The transformers class that loads a model, by its config; models of another kind are refused by name."""
+"""The transformers class that loads a model of a config; other kinds are refused by name."""
 
 from __future__ import annotations
 
