@@ -1,4 +1,4 @@
-"""Rollouts: weights to samplers, the cost of Ray, vLLM beside torch, sampler against trainer, sampling beside training.
+"""Rollouts: weights to samplers, Ray, vLLM beside torch, sampler against trainer, sampling beside training, tools.
 
     python benchmarks/rollout.py [--quick] [--only PART …] [--rounds N] [--vllm PYTHON] [--out FILE]
 
@@ -16,11 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import measure
-from parts import engines, mismatch, overlap, places, sync
+from parts import engines, mismatch, overlap, places, sync, tools
 from parts.plan import Plan
 
 ROUNDS = 3
-PARTS: dict[str, Any] = {"sync": sync, "places": places, "engines": engines, "mismatch": mismatch, "overlap": overlap}
+PARTS: dict[str, Any] = {
+    "sync": sync,
+    "places": places,
+    "engines": engines,
+    "mismatch": mismatch,
+    "overlap": overlap,
+    "tools": tools,
+}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -34,6 +34,7 @@ def test_how_many_standard_errors_two_arms_lie_apart(a: list[float], b: list[flo
         "rl.py --quick --only dpo grpo loop ahead",
         "rollout.py --quick --only sync",
         "rollout.py --quick --only overlap",
+        "rollout.py --quick --only tools",
         "parallel.py --only ddp --steps 3",
         "images.py --group 2 --pixels 32 --rounds 1",
         "saving.py --quick --rounds 1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import subprocess
 import sys
@@ -267,7 +268,7 @@ def test_an_environment_that_fails_leaves_its_episode_out(
 def test_what_an_episode_started_ends_with_it(play: Play, tmp_path: Path) -> None:
     """Also in sessions of their own, and as orphans."""
     fork = "from subprocess import Popen as P"
-    fork += "; pids = [P(['sleep', '300'], start_new_session=k % 2 > 0).pid for k in range(20)]"
+    fork += "; pids = [P(['sleep', '300'], start_new_session=k % 2 > 0).pid for k in range(100)]"
     fork += f"; open('{tmp_path}/pids', 'w').write(str(pids))"
     source = SHOP.replace("    def score(self):\n", f"    def score(self):\n        {fork}\n")
     play(source, ["end"])
@@ -275,7 +276,7 @@ def test_what_an_episode_started_ends_with_it(play: Play, tmp_path: Path) -> Non
     end = time.monotonic() + 20
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.05)
-    assert len(pids) == 20 and not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert len(pids) == 100 and not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
 def test_what_an_environment_prints_and_returns_is_limited(play: Play, tmp_path: Path) -> None:
@@ -286,6 +287,51 @@ def test_what_an_environment_prints_and_returns_is_limited(play: Play, tmp_path:
     said = group.samples[0].history[1]["content"]
     assert said == "a" * 50 + "\n[… 2999902 characters left out …]\n" + "a" * 48 + "b?"
     assert (tmp_path / "environment.log").stat().st_size < 10 << 20
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("b'\\xff'", "b'\\xff'"), ("None", "None"), ("object", "<class 'object'>")]
+)
+def test_a_result_that_is_no_text_is_read_as_its_text(value: str, said: str, play: Play) -> None:
+    source = SHOP.replace('return f"{count} x {name}"', f"return {value}")
+    [group], _, _ = play(source, [call("buy", name="x"), "end"])
+    assert group.samples[0].history[1]["content"] == said and group.samples[0].counts["tool_errors"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_gigabyte_of_output_ends_nothing(play: Play, tmp_path: Path) -> None:
+    """It is read and dropped; what is kept of it has a limit, and so has our memory."""
+    line = "import os; [os.write(1, b'y' * 1023 + b'\\n') for _ in range(1 << 20)]; return 'z' * (1 << 30)"
+    source = SHOP.replace('return f"{count} x {name}"', line)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    [group], _, _ = play(source, [call("buy", name="x"), "end"], max_tool_output=100, timeout_s=500.0)
+    assert group.samples[0].finish == "stop" and len(group.samples[0].history[1]["content"]) < 200
+    assert (tmp_path / "environment.log").stat().st_size < 10 << 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_of_64_episodes_one_that_sleeps_costs_its_group_one_sample(play: Play, tmp_path: Path) -> None:
+    sleeps = f"""        import os, time
+        try:
+            os.close(os.open("{tmp_path}/first", os.O_CREAT | os.O_EXCL))
+            time.sleep(60)
+        except FileExistsError:
+            pass
+"""
+    source = SHOP.replace("        if count > self.stock:", sleeps + "        if count > self.stock:")
+    seconds = []
+    (tmp_path / "first").touch()
+    for late in (0, 1):  # without one that sleeps, and with one
+        begin = time.monotonic()
+        options = {"columns": ({},) * 8, "size": 8, "lockstep": False, "max_wait_s": 1.0}
+        groups, _, _ = play(source, [call("buy", name="x"), *["end"] * 200], **options)
+        seconds.append(time.monotonic() - begin)
+        assert sorted(len(group.played_samples) for group in groups) == [8 - late, *[8] * 7]
+        (tmp_path / "first").unlink()
+    assert seconds[1] < seconds[0] + 5 < 60
 
 
 WAITING = SHOP.replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,26 @@ def test_a_job_samples_what_its_policy_would(words: tuple[str, ...], job: Job) -
     if not words:
         assert all(row["mismatch/logprob_diff"] < MEAN for row in curve)
     assert "sampler.vllm: 0.32" in said + "".join(path.read_text() for path in (job.latest / "samplers").glob("*.log"))
+
+
+AGENT = """
+import json, os, sys, urllib.request
+messages = json.load(sys.stdin)["prompt"]
+for turn in range(2):
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    request.add_header("Content-Type", "application/json")
+    said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages += [said, {"role": "user", "content": "and?"}]
+"""
+
+
+def test_programs_call_a_policy_that_vllm_samples(job: Job) -> None:
+    (job.cwd / "my_agent.py").write_text(AGENT)
+    job.run(*SHORT, "environment=agent", f"environment.command={sys.executable} my_agent.py")
+    curve = job.curve()
+    assert len(curve) == 3 and all(row["mismatch/logprob_diff"] < MEAN for row in curve)
+    assert all(row["environment/turns"] == 2 and row["environment/rows"] == 1 for row in curve)
 
 
 def test_an_adapter_that_is_sent_alone_is_sampled_from(job: Job) -> None:
