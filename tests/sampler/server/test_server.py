@@ -75,7 +75,7 @@ def sampling(server: StandIn, own: Path, policy: Any = None, **options: Any) -> 
             yield sampler
         finally:
             sampler.close()
-    assert not [*own.parent.rglob("run-*-v*")]
+    assert not [*own.parent.rglob("run-*-v[0-9]*-[0-9]*")]
     assert not [one for one in set(threading.enumerate()) - before if one.name.startswith("sampler")]
 
 
