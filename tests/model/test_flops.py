@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
@@ -14,6 +15,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack, with_totals
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.model.causal_lm import CausalLM
+from runner.model.flops import head_size
 from tests.model import zoo
 
 RANK = 4
@@ -94,3 +96,8 @@ def test_every_architecture_is_counted(kind: str) -> None:
     assert made.weights.head_trained == VOCAB * 32 and made.weights.trained > 2 * 4 * 32 * 16
     assert sum(width for _, width in made.attention) == 2 * 2 * 32
     assert torch.isfinite(torch.tensor(made.batch_flops(rows())))
+
+
+def test_heads_of_several_sizes_count_as_the_largest() -> None:
+    config = AutoConfig.for_model("gemma4_text", head_dim=8, global_head_dim=16)
+    assert config.is_heterogeneous and head_size(config) == 16
