@@ -62,7 +62,6 @@ from runner.trainer.callbacks import (
     LogStep,
     RunEvaluation,
     SaveCheckpoints,
-    WeightSyncMetrics,
     ZeroVarianceWarning,
 )
 from runner.trainer.loop import ExperienceQueue, TrainingJob
@@ -376,7 +375,7 @@ def _callbacks(
     return [
         *([] if evaluate is None else [_evaluation(spec, evaluate, outlets)]),
         *([activity] if spec.watch.device_stats_interval_s else []),
-        *([] if publisher is None else [WeightSyncMetrics(publisher.numbers)]),
+        *([] if publisher is None else [publisher]),
         *own,
         HangWatch(folder.stacks, spec.watch.hang_timeout_s),
         LogStep(outlets.step),

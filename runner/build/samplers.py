@@ -141,9 +141,8 @@ def build_worker_sampler(
         model = build_blank_model(spec, tokenizer, decide, head)
     else:
         model = build_model(spec, tokenizer, device, decide, head)
-    activity = DeviceStats(
-        device.stats_readers() if spec.watch.device_stats_interval_s else (), spec.watch.device_stats_interval_s
-    )
+    interval_s = spec.watch.device_stats_interval_s
+    activity = DeviceStats(device.stats_readers() if interval_s else (), interval_s)
     return make_local_sampler(spec, model, decide, folder), activity, images_of(tokenizer)
 
 
@@ -167,14 +166,8 @@ def build_publisher(
                 cast(InterruptibleSampler, sampler).set_weight_source(copies.newest)
         return Publisher(route, sampler, lag, peers=world.rollout_peers)
     route = _weight_route(spec, learner, policy, world, folder)
-    return Publisher(
-        route,
-        sampler,
-        lag,
-        probe=_weight_sync_probe(spec, policy, world.device),
-        learner=learner,
-        peers=world.rollout_peers,
-    )
+    probe = _weight_sync_probe(spec, policy, world.device)
+    return Publisher(route, sampler, lag, probe=probe, learner=learner, peers=world.rollout_peers)
 
 
 def _weight_route(

@@ -47,7 +47,7 @@ from runner.core import fsync_io
 from runner.core.errors import CheckpointError, RunnerError, TrainingDiverged
 from runner.core.safetensors_layout import RESERVED, TYPES, FileLayout, compute_layout
 from runner.core.untrusted_text import parse_json
-from runner.distributed.dtensor_utils import local_slice, local_tensor
+from runner.distributed.dtensor_utils import local_tensor
 from runner.interfaces import State
 
 SCHEMA = 1
@@ -154,11 +154,6 @@ class TensorPiece:
     values: Tensor
     where: tuple[slice, ...]
     shape: tuple[int, ...]
-
-    @classmethod
-    def of_tensor(cls, tensor: Tensor) -> TensorPiece:
-        """This rank's shard of a tensor, in the tensor's own memory."""
-        return cls(local_tensor(tensor), local_slice(tensor), tuple(tensor.shape))
 
     def contiguous_runs(self) -> Iterator[tuple[int, int]]:
         """The contiguous runs of the values in the full tensor: index of the first number, and count."""

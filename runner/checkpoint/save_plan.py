@@ -29,6 +29,7 @@ from runner.checkpoint.format import (
 )
 from runner.core.errors import RunnerError
 from runner.core.safetensors_layout import FileLayout
+from runner.distributed.dtensor_utils import local_slice, local_tensor
 from runner.distributed.work_partition import run_partitioned
 from runner.interfaces import RankCollectives
 
@@ -164,7 +165,7 @@ def _pieces_to_write(
     """The shards that this rank writes, tied tensors once."""
     own = {name: tensors[name] for name, entry in entries.items() if entry.tied is None}
     return {
-        name: TensorPiece.of_tensor(one)
+        name: TensorPiece(local_tensor(one), local_slice(one), tuple(one.shape))
         for name, one in own.items()
         if _first_holder(one, rank) == homes[name] and is_written_here(one)
     }

@@ -30,7 +30,7 @@ def infer(args: Namespace) -> int:
     if args.file:
         prompts += _read_prompts(args.file)
     loaded, engine, params = _start_engine(args, source, settings)
-    from runner.inference.generate import never_stopped, stream_answer
+    from runner.inference.generate import stream_answer
     from runner.launch.infer_export import prompt_ids
 
     style, asked = loaded.prompt_style, "prompts are plain text"
@@ -51,7 +51,7 @@ def infer(args: Namespace) -> int:
                 print(shown_as(f"> {prompt}"))
             ids = prompt_ids(loaded.tokenizer, prompt, style, loaded.chat, images)
             length = 0
-            for piece in stream_answer(engine, loaded.tokenizer, ids, params, never_stopped):
+            for piece in stream_answer(engine, loaded.tokenizer, ids, params):
                 length += len(piece)
                 print(shown_as(piece), end="", flush=True)
             print()

@@ -18,6 +18,7 @@ class DataConfig(ComponentConfig):
 
     group: ClassVar[str] = "data"
     renames_columns: ClassVar[bool] = False  # whether it has the option data.rename_columns
+    keeps_images: ClassVar[bool] = False  # whether images that rows contain are kept in files
     max_length: int | None = Field(
         default=None,
         ge=2,
@@ -43,11 +44,6 @@ class DataConfig(ComponentConfig):
     def holds_out(self) -> bool:
         """Whether some of its rows are for evaluation."""
         return True
-
-    @property
-    def keeps_images(self) -> bool:
-        """Whether images that rows contain are kept in files."""
-        return False
 
     def pixel_limits(self) -> dict[str, int | None]:
         """min_pixels and max_pixels of an image; empty without these options."""
@@ -145,6 +141,7 @@ class SourceConfig(DataConfig):
     """What file and hub have in common."""
 
     renames_columns: ClassVar[bool] = True
+    keeps_images: ClassVar[bool] = True
 
     mixture_weights: Numbers | None = Field(
         default=None, description="Sampling weight of each source in a mixture, e.g. [0.7,0.3]; null = by size."
@@ -182,10 +179,6 @@ class SourceConfig(DataConfig):
     shuffle_buffer: int | None = Field(
         default=None, ge=1, description="Size of the shuffle buffer of a stream, in rows; null = 1000."
     )
-
-    @property
-    def keeps_images(self) -> bool:
-        return True
 
     def pixel_limits(self) -> dict[str, int | None]:
         return {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}

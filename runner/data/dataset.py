@@ -152,7 +152,7 @@ def load_or_build(
     """
     with cache_lock(folder):
         if folder.exists() and (fault := _damage(folder, schema)):
-            report_damage(f"{folder}: {fault}")
+            report_damage(f"damaged: {folder}: {fault}")
             shutil.rmtree(folder)
         if not folder.exists():
             _build(folder, schema, fill)

@@ -140,7 +140,8 @@ class SourcePreparation:
         if self.config.cache:  # the libraries may change what a template or a tokenizer does without changing its text
             versions = (FORMAT, transformers.__version__, tokenizers.__version__)
             folder = self.cache_dir / digest(key, *versions)[:32]
-            table, summary = load_or_build(folder, schema, fill, self._report_damage)
+            report_damage = partial(self.decide.record_fact, "data.cache", "made again")
+            table, summary = load_or_build(folder, schema, fill, report_damage)
         else:
             table, summary = build_in_memory(schema, fill)
         if reader := images_of(self.tokenizer):
@@ -270,9 +271,6 @@ class SourcePreparation:
     def _schema(self, reading: Reading) -> pa.Schema:
         schema = ROWS if reading == "sft" else PROMPTS_WITH_ANSWERS
         return schema_with_images(schema) if images_of(self.tokenizer) else schema
-
-    def _report_damage(self, what: str) -> None:
-        self.decide.record_fact("data.cache", "made again", f"damaged: {what}")
 
 
 def no_item_error(source: RowSource, check: FormatCheck, limit: LengthLimit, tally: TruncationCounts) -> DataError:

@@ -28,7 +28,7 @@ def stream_answer(
     tokenizer: Any,
     prompt_ids: Sequence[int],
     params: SamplingParams,
-    is_stopped: Callable[[], bool],
+    is_stopped: Callable[[], bool] = lambda: False,
     tool_format: ToolFormat | None = None,
 ) -> Iterator[str]:
     """Yield the text of one answer in parts, never half a character, with the marks of `tool_format`.
@@ -58,11 +58,6 @@ def stream_answer(
         engine.cancel(request.id)
 
 
-def never_stopped() -> bool:
-    """For completions without interruption."""
-    return False
-
-
 @dataclass(slots=True)
 class Conversation:
     """A chat with a model: what was said, and what is said next.
@@ -85,7 +80,7 @@ class Conversation:
         self.system = self.system if system is None else system
         self.messages, self.images = [{"role": "system", "content": self.system}] if self.system else [], []
 
-    def answer(self, text: str, is_stopped: Callable[[], bool] = never_stopped) -> Iterator[tuple[Part, str]]:
+    def answer(self, text: str, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[tuple[Part, str]]:
         """The pieces of the answer to a user's message. One that is stopped stays as far as it went.
 
         Raises DataError, with the conversation as it was, for one that the template or the model's length refuses.

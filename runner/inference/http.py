@@ -152,7 +152,9 @@ class _LimitBodies:
         limits, received, complete = self._limits, 0, False
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if int(length) > limits.max_body_bytes:
-            await self._refuse_body(scope, receive, send)
+            refusal = error_response(413, f"the body is above {limits.max_body_bytes} bytes")
+            refusal.headers["Connection"] = "close"  # the rest of the body is not read
+            await refusal(scope, receive, send)
             return
 
         async def bounded_receive() -> Message:
@@ -175,11 +177,6 @@ class _LimitBodies:
                 await send(message)
 
         await self._app(scope, bounded_receive, bounded_send)
-
-    async def _refuse_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = error_response(413, f"the body is above {self._limits.max_body_bytes} bytes")
-        response.headers["Connection"] = "close"  # the rest of the body is not read
-        await response(scope, receive, send)
 
 
 class _DrainingTransport:

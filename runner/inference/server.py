@@ -142,7 +142,7 @@ async def run_server(model: EngineSettings, settings: ServeSettings, api_key: st
         except asyncio.CancelledError:
             if not received:
                 raise
-            raise Interrupted(received[0], f"{_signal_name(received)} during the load of the model") from None
+            raise Interrupted(received[0], f"{signal.Signals(received[0]).name} during the load of the model") from None
         listener = ends.enter_context(listen(settings.host, settings.port))
         _raise_file_limit()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -158,11 +158,7 @@ async def run_server(model: EngineSettings, settings: ServeSettings, api_key: st
         failing.cancel()
         if served.client.failure is not None:
             raise served.client.failure
-    raise Interrupted(received[0], f"{_signal_name(received)}: the server stopped")
-
-
-def _signal_name(received: list[int]) -> str:
-    return signal.Signals(received[0]).name
+    raise Interrupted(received[0], f"{signal.Signals(received[0]).name}: the server stopped")
 
 
 async def _start_engine(model: EngineSettings, settings: ServeSettings, ends: AsyncExitStack) -> ServedModel:

@@ -21,7 +21,7 @@ from torch import Tensor
 from runner.core.errors import DataError, TrainingDiverged
 from runner.core.media import MEDIA_ID
 from runner.inference.engine import FinishReason, GenerationRequest, PauseMode, SamplingParams, TokenEvent, TokenScore
-from runner.interfaces import Decide, GenerativeModel, ModelLimits
+from runner.interfaces import Decide, GenerativeModel
 from runner.interfaces.media import images_of, vocabulary_ids
 from runner.model.generation import DecodingBatch
 from runner.sampler.sampling import SamplingRule, StopCriteria, sample_tokens, uniform_stream
@@ -71,7 +71,7 @@ class TorchEngine:
         # adapters that take turns cannot be merged into the base
         self._model, self._generator = model, model.batch_decoder(decide=decide, merge=adapters is None)
         self._max_num_seqs, self._adapters = max_num_seqs, None if adapters is None else dict(adapters)
-        self._limits = model.limits()
+        self.limits = model.limits()  # what bounds an answer
         self._batches: dict[str | None, DecodingBatch[_RunningRow]] = {}  # of each adapter, in a cache of its own
         self._failed: list[str] = []
         self._mode = ExitStack()
@@ -80,11 +80,6 @@ class TorchEngine:
         self.weight_version = 0
 
     # --- requests ---
-
-    @property
-    def limits(self) -> ModelLimits:
-        """What bounds an answer."""
-        return self._limits
 
     @property
     def num_running(self) -> int:
@@ -110,7 +105,7 @@ class TorchEngine:
         """Let a request wait for a row. Raises DataError for one that cannot be answered."""
         self.check_request(request)
         params = request.params
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._limits.stop_token_ids)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.limits.stop_token_ids)
         stops = StopCriteria(self._model.tokenizer, ends, params.stop)
         row = _RunningRow(request, self._sampling_rule(params), stops, uniform_stream(params.seed))
         if (adapter := params.adapter) not in self._batches:
@@ -125,7 +120,7 @@ class TorchEngine:
         self._check_adapter(params.adapter)
         if params.max_new_tokens < 1:
             raise DataError(f"max_new_tokens={params.max_new_tokens}; a completion needs at least one token")
-        limit = self._limits.length_limit
+        limit = self.limits.length_limit
         if limit is not None and len(request.prompt_ids) + params.max_new_tokens > limit[0]:
             raise DataError(
                 f"a prompt of {len(request.prompt_ids)} tokens and {params.max_new_tokens} new ones exceed "
@@ -179,7 +174,7 @@ class TorchEngine:
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
             raise DataError("the prompt is empty; expected at least one token")
-        vocabulary = self._limits.vocab_size
+        vocabulary = self.limits.vocab_size
         images = images_of(self._model.tokenizer) or ()
         if wrong := next((i for i in ids if not (i in images if i >= MEDIA_ID else 0 <= i < vocabulary)), None):
             raise DataError(f"the prompt has the token id {wrong}; the model has the ids 0 to {vocabulary - 1}")
@@ -192,7 +187,7 @@ class TorchEngine:
     def _sampling_rule(self, params: SamplingParams) -> SamplingRule | None:
         if params.temperature == 0:
             return None
-        top_k = params.top_k if params.top_k is not None and params.top_k < self._limits.vocab_size else None
+        top_k = params.top_k if params.top_k is not None and params.top_k < self.limits.vocab_size else None
         return SamplingRule(params.temperature, top_k, params.top_p, params.min_p)
 
     # --- tokens ---
@@ -241,7 +236,7 @@ class TorchEngine:
         """
         self._check_ids(ids)
         self._check_adapter(adapter)
-        limit = self._limits.length_limit
+        limit = self.limits.length_limit
         if limit is not None and len(ids) > limit[0]:
             raise DataError(f"{len(ids)} tokens exceed {limit[0]}: {limit[1]}")
         targets = vocabulary_ids(ids, images_of(self._model.tokenizer))

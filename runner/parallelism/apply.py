@@ -101,7 +101,7 @@ class ParallelismPlan:
     def apply(self, model: TrainableModel) -> None:
         """Distribute `model` in place, before it has an optimizer. Collective; raises SpecError."""
         device = self.device.torch_device
-        offload = self.config.offloads
+        offload = isinstance(self.config, ShardedConfig) and self.config.cpu_offload
         wanted = run_on_rank0(self.world_peers, model.probe_hidden) if self.mesh.model_parallel_size > 1 else None
         weights = WeightScatter(model.whole, self.world_peers, device)
         kinds = {frozenset(map(type, block.modules())): block for block in reversed(model.transformer_blocks())}
@@ -118,8 +118,9 @@ class ParallelismPlan:
         if wanted is not None:
             dim = next(dim for dim in PARALLELISM if getattr(self.mesh, dim) > 1)
             refuse_changed_model(model, wanted, self.world_peers, dim)
-        if self.groups is not None and self.mesh.cp > 1:
-            self._share_tokens(model, self.groups)
+        if self.groups is not None and isinstance(self.config, MeshConfig) and self.mesh.cp > 1:
+            peers, group, style = self.world_peers, self.groups.by_name["cp"], self.config.cp_backend
+            apply_context_parallel(model, group, peers, style=style, tp_size=self.mesh.tp, decide=self.decide)
 
     def _shard_parameters(self, model: TrainableModel, groups: MeshGroups) -> None:
         """Replace each parameter by this rank's shard, on the meta device."""
@@ -149,13 +150,3 @@ class ParallelismPlan:
                 offload=self.config.cpu_offload,
                 decide=self.decide,
             )
-
-    def _share_tokens(self, model: TrainableModel, groups: MeshGroups) -> None:
-        apply_context_parallel(
-            model,
-            groups.by_name["cp"],
-            self.world_peers,
-            style=self.config.context_style,
-            tp_size=self.mesh.tp,
-            decide=self.decide,
-        )

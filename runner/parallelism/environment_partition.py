@@ -32,45 +32,20 @@ log = logging.getLogger("runner")
 POLL_S = 0.02  # between two questions whether any rank has replies
 
 
-@dataclass(frozen=True, slots=True)
 class PartitionedEnvironments:
     """Each episode's environment runs on one rank, which broadcasts what it says; see `Environments`.
 
     record: of episodes that were left out, which stay left out when a run is resumed; None = nothing is recorded
     """
 
-    inner: Environments
-    peers: RankCollectives
-    record: FailureRecord | None = None
-
-    @property
-    def runs_programs(self) -> bool:
-        """See `Environments`."""
-        return self.inner.runs_programs
-
-    @property
-    def max_turns(self) -> int:
-        """See `Environments`."""
-        return self.inner.max_turns
-
-    @property
-    def lockstep(self) -> bool:
-        """See `Environments`."""
-        return self.inner.lockstep
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """See `Environments`."""
-        return self.inner.roles
-
-    @property
-    def max_episode_tokens(self) -> int | None:
-        """See `Environments`."""
-        return self.inner.max_episode_tokens
+    def __init__(self, inner: Environments, peers: RankCollectives, record: FailureRecord | None = None) -> None:
+        self.inner, self.peers, self.record = inner, peers, record
+        self.runs_programs, self.lockstep, self.roles = inner.runs_programs, inner.lockstep, inner.roles
+        self.max_turns, self.max_episode_tokens = inner.max_turns, inner.max_episode_tokens
 
     def for_evaluation(self, peers: RankCollectives) -> PartitionedEnvironments:
         """The same for evaluations, of which nothing is recorded, by the thread that has `peers`."""
-        return replace(self, peers=peers, record=None)
+        return PartitionedEnvironments(self.inner, peers)
 
     def start_episodes(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> PartitionedEpisodes:
         """See `Environments`; all ranks start the same episodes."""

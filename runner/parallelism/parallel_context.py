@@ -179,7 +179,8 @@ def build(config: ParallelismConfig, *, device: Device, place: RankInfo) -> Para
     config.preflight()
     if not isinstance(config, MultiProcessConfig):
         return ParallelContext(config, device, place, mesh)
-    groups = _init_process_groups(device, place, mesh, config.stage_chunks, config.timeout_s)
+    chunks = config.pp_virtual_stages if isinstance(config, MeshConfig) else 1
+    groups = _init_process_groups(device, place, mesh, chunks, config.timeout_s)
     return ParallelContext(config, device, place, mesh, *groups)
 
 

@@ -148,7 +148,8 @@ class StagedModel:
         self._chunk = 0
         parent, name, layers = _find_layers(model)
         self._runs = split_layers(len(layers), self.num_stages * chunks)
-        homes = {id(layer): self._stage_of_layer(place) for place, layer in enumerate(layers)}
+        stage_of_layer = [at % self.num_stages for at, run in enumerate(self._runs) for _ in run]
+        homes = {id(layer): stage for layer, stage in zip(layers, stage_of_layer, strict=True)}
         parent._modules[name] = StageLayers(layers, self)
         self._width: int = model.inner.config.get_text_config().hidden_size
         self._dtype = model.compute_dtype
@@ -157,10 +158,6 @@ class StagedModel:
         absent = {slot.tensor for holders, places in self._tensors if self.rank not in holders for slot in places}
         away = {layer for layer in layers if homes[id(layer)] != self.rank}
         self.absent_modules: frozenset[Any] = frozenset(absent | away)
-
-    def _stage_of_layer(self, place: int) -> int:
-        """The stage that has a layer."""
-        return next(at for at, run in enumerate(self._runs) if place in run) % self.num_stages
 
     def _stages_of_parameters(
         self, model: TrainableModel, homes: dict[int, int]
@@ -223,7 +220,7 @@ class StagedModel:
         """The layers of this stage, and `AbsentLayer` for the others."""
         own, found = self._runs[self.index], list[Any]()
         for place, layer in enumerate(layers):
-            work = {own.start - 1: self._receive, own.stop: self._send}.get(place, _identity)
+            work = {own.start - 1: self._receive, own.stop: self._send}.get(place, lambda hidden: hidden)
             found.append(layer if place in own else AbsentLayer(layer, work))
         return found
 
@@ -280,10 +277,6 @@ class StagedModel:
         return kept
 
 
-def _identity(hidden: Tensor) -> Tensor:
-    return hidden
-
-
 def split_layers(layers: int, count: int) -> list[range]:
     """`count` ranges of layers whose lengths differ by at most one, longer ones first."""
     sizes = [layers // count + (at < layers % count) for at in range(count)]
@@ -330,7 +323,8 @@ def one_f_one_b(rank: int, stages: int, chunks: int, count: int) -> list[Pipelin
     additional passes.
     """
     filled = count if chunks == 1 else -(-count // stages) * stages
-    forward, backward = forward_schedule(stages, chunks, filled), _backward_schedule(stages, chunks, filled)
+    forward = forward_schedule(stages, chunks, filled)
+    backward = [PipelineOp(micro, chunks - 1 - chunk, backward=True) for micro, chunk, _ in forward]
     ahead = min(num_warmup_forwards(rank, stages, chunks), len(forward))
     turns = forward[:ahead]
     for at, one in enumerate(backward):
@@ -349,10 +343,3 @@ def forward_schedule(stages: int, chunks: int, count: int) -> list[PipelineOp]:
     """The forward passes alone, in the order of `one_f_one_b`, and the same on each stage."""
     groups = [range(first, min(first + stages, count)) for first in range(0, count, stages)]
     return [PipelineOp(micro, chunk) for group in groups for chunk in range(chunks) for micro in group]
-
-
-def _backward_schedule(stages: int, chunks: int, count: int) -> list[PipelineOp]:
-    return [
-        PipelineOp(micro, chunks - 1 - chunk, backward=True)
-        for micro, chunk, _ in forward_schedule(stages, chunks, count)
-    ]

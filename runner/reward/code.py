@@ -116,7 +116,7 @@ def run_in_bubblewrap(config: CodeConfig, code: str, stdin: str) -> RunResult:
         _file(stdin) as given, _file() as out, _file() as stderr, _file() as status,
     ):  # fmt: skip
         passed = (program.fileno(), calls.fileno(), status.fileno())
-        command = [bwrap, *_sandbox(config, *passed), *_python(config)]
+        command = [bwrap, *_sandbox(config, *passed), sys.executable, "-I", "-c", START, *map(str, _limits(config))]
         exit_code = _run(command, config.timeout_s, (given, out, stderr), passed)
         if exit_code is not None and b'"exit-code"' not in _read_all(
             status
@@ -214,11 +214,6 @@ def _sandbox(config: CodeConfig, program: int, calls: int, status: int) -> Itera
     yield from ("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev")
     yield from ("--perms", "0444", "--file", str(program), PROGRAM, "--chdir", "/tmp", "--remount-ro", "/")
     yield from ("--seccomp", str(calls), "--json-status-fd", str(status))
-
-
-def _python(config: CodeConfig) -> list[str]:
-    """The command inside of the sandbox."""
-    return [sys.executable, "-I", "-c", START, *map(str, _limits(config))]
 
 
 def _limits(config: CodeConfig) -> tuple[int, ...]:

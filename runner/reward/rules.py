@@ -101,10 +101,8 @@ def build_exact(config: ExactConfig, **_: Any) -> GroupScorer:
         answer = extract_answer(completion, config)
         return float(answer is not None and is_equal(answer, wanted, config.ignore_case))
 
-    return GroupScorer(
-        score_each(rate),
-        ScoringFailures("reward=exact", config.max_failures, "set reward.column to a column of your data"),
-    )
+    remedy = "set reward.column to a column of your data"
+    return GroupScorer(score_each(rate), ScoringFailures("reward=exact", config.max_failures, remedy))
 
 
 def build_environment(config: EnvironmentRewardConfig, **_: Any) -> GroupScorer:
@@ -189,10 +187,8 @@ def build_numeric(config: NumericConfig, **_: Any) -> GroupScorer:
         number = last_number(text or "")
         return float(number is not None and is_close(number, wanted, config.tolerance))
 
-    return GroupScorer(
-        score_each(rate),
-        ScoringFailures("reward=numeric", config.max_failures, "set reward.column to a column of numbers"),
-    )
+    remedy = "set reward.column to a column of numbers"
+    return GroupScorer(score_each(rate), ScoringFailures("reward=numeric", config.max_failures, remedy))
 
 
 def _finite(text: str) -> Decimal | None:

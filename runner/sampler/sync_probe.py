@@ -55,8 +55,7 @@ class SyncProbe:
 
     def drop_below(self, version: int) -> None:
         """Forget older versions."""
-        for old in [one for one in self._expected if one < version]:
-            del self._expected[old]
+        self._expected = {one: scores for one, scores in self._expected.items() if one >= version}
 
     def load(self, sampler: Sampler, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Load these weights into a sampler, and once more if it then differs from the trainer.

@@ -74,13 +74,9 @@ class TorchSampler:
             model.tokenizer, self._writer.stop_token_ids | set(config.stop_token_ids), config.stop
         )
         self._rows, self.max_new_tokens = config.max_num_seqs, config.max_new_tokens
+        self.temperature = config.temperature
         self._version = 0
         self._newest: NewestWeights | None = None
-
-    @property
-    def temperature(self) -> float:
-        """That of the distribution sampled from."""
-        return self._rule.temperature
 
     @property
     def max_model_len(self) -> int | None:

@@ -265,13 +265,3 @@ class HangWatch(BaseCallback):
     def _arm(self) -> None:
         assert self._file is not None  # on_start has opened it
         faulthandler.dump_traceback_later(self._stall_s, repeat=True, file=self._file)
-
-
-class WeightSyncMetrics(BaseCallback):
-    """numbers: see `Publisher.numbers`."""
-
-    def __init__(self, numbers: Callable[[], Mapping[str, float]]) -> None:
-        self._numbers = numbers
-
-    def on_step(self, end: StepResult) -> None:
-        end.values.update(self._numbers())

@@ -42,7 +42,6 @@ from runner.interfaces import (
     Outputs,
     PipelineStage,
     RankCollectives,
-    ScoringModel,
     State,
     TrainableModel,
 )
@@ -121,9 +120,12 @@ class LocalLearner:
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
         """Score a batch of any size without gradient and without dropout; [T] outputs on the learner's device."""
         self.model.eval()
-        options: dict[str, Any] = {"peers": self._peers, "stage": self._stage}
+
+        def run(micro: Batch) -> Outputs:
+            return self.model.outputs(micro.to(self._device), needs)
+
         with self._during():
-            return score_batch(self.model, batch, needs, budget=self._budget, device=self._device, **options)
+            return map_sharded(batch, run, self._budget, self._peers, padded=self.model.is_padded, stage=self._stage)
 
     def forward_backward(
         self, batch: Batch, loss: LossFn, keep: frozenset[str] = frozenset()
@@ -368,21 +370,3 @@ def _seed_generators(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type not in ("cpu", "meta"):
         torch.get_device_module(device).manual_seed(seed)
-
-
-def score_batch(
-    model: ScoringModel,
-    batch: Batch,
-    needs: frozenset[str],
-    *,
-    budget: int,
-    device: torch.device,
-    peers: RankCollectives,
-    stage: PipelineStage = SINGLE_STAGE,
-) -> dict[str, Tensor]:
-    """Outputs in `needs` of a batch of any size, [T] or [N] on `device`, in micro-batches of `budget`."""
-
-    def run(micro: Batch) -> dict[str, Tensor]:
-        return model.outputs(micro.to(device), needs)
-
-    return map_sharded(batch, run, budget, peers, padded=model.is_padded, stage=stage)

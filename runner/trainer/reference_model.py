@@ -32,9 +32,8 @@ from torch import Tensor
 from runner.core import fsync_io
 from runner.core.batch import Batch, unit_spans
 from runner.core.errors import RunnerError, StorageError, UnsupportedModelError
-from runner.distributed.work_partition import SINGLE_PROCESS, SINGLE_STAGE
+from runner.distributed.work_partition import SINGLE_PROCESS, SINGLE_STAGE, map_sharded
 from runner.interfaces import LOGPROBS, Outputs, PipelineStage, RankCollectives, TrainableModel, as_generative
-from runner.trainer.learner import score_batch
 
 
 class FrozenModel:
@@ -80,9 +79,11 @@ class FrozenModel:
         return self._score(batch, needs, SINGLE_PROCESS)
 
     def _score(self, batch: Batch, needs: frozenset[str], peers: RankCollectives) -> Outputs:
+        def run(micro: Batch) -> Outputs:
+            return self._model.outputs(micro.to(self._device), needs)
+
         with self._during():
-            options: dict[str, Any] = {"peers": peers, "stage": self._stage}
-            return score_batch(self._model, batch, needs, budget=self._budget, device=self._device, **options)
+            return map_sharded(batch, run, self._budget, peers, padded=self._model.is_padded, stage=self._stage)
 
 
 def frozen_copy_of_adapter(model: TrainableModel) -> Callable[[], AbstractContextManager[None]]:

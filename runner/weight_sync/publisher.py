@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runner.core.batch import pack
 from runner.distributed.work_partition import SINGLE_PROCESS, run_on_all
-from runner.interfaces import LOGPROBS, Model, RankCollectives, Sampler
+from runner.interfaces import LOGPROBS, BaseCallback, Model, RankCollectives, Sampler, StepResult
 from runner.weight_sync.transports import WeightTransport
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Probe(Protocol):
     def load(self, sampler: Sampler, weights: Mapping[str, Tensor] | None, version: int) -> None: ...
 
 
-class Publisher:
+class Publisher(BaseCallback):
     """Called by the trainer (`publish`) and, ahead of it, by the thread that collects (`load_for`).
 
     probe: None = the sampler's weights cannot be others than the trainer's; learner: what the probe compares with;
@@ -104,14 +104,14 @@ class Publisher:
             if self._route.get(version) is not None:
                 self._note({"weight_sync/load_s": time.perf_counter() - begin})
 
-    def numbers(self) -> dict[str, float]:
-        """Metrics of the newest weights sent: bytes, seconds, and the sampler's distance then.
+    def on_step(self, end: StepResult) -> None:
+        """Add metrics of the newest weights sent: bytes, seconds, and the sampler's distance then.
 
-        Also what the sampler has measured since the last call.
+        Also what the sampler has measured since the last step.
         """
         measured = {f"sampler/{name}": value for name, value in self._sampler.pop_metrics().items()}
         with self._lock:
-            return {**self._numbers, **measured}
+            end.values.update({**self._numbers, **measured})
 
     def close(self) -> None:
         """Remove what was sent."""

@@ -73,8 +73,7 @@ class DeviceCopy:
 
     def drop_below(self, version: int) -> None:
         """See `WeightTransport`."""
-        for old in [one for one in self._kept if one < version]:
-            del self._kept[old]
+        self._kept = {one: weights for one, weights in self._kept.items() if one >= version}
 
     def close(self) -> None:
         """Memory ends with the process."""
@@ -135,8 +134,7 @@ class SharedFiles:
 
     def drop_below(self, version: int) -> None:
         """See `WeightTransport`."""
-        for old in [one for one in self._held if one < version]:
-            del self._held[old]
+        self._held = {one: weights for one, weights in self._held.items() if one >= version}
         if self._store is not None:
             self._store.drop_below(version)
 

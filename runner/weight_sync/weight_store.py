@@ -69,11 +69,6 @@ def supports_leases(folder: Path) -> bool:
         path.unlink()
 
 
-def set_aside(path: Path) -> Path:
-    """Take its name from a file, so that no process opens it again; a spare."""
-    return path.rename(path.with_name(f"{STAGED}spare-{path.name}"))
-
-
 def write_file(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], spare: Path | None
 ) -> dict[str, bytes]:
@@ -260,7 +255,8 @@ class WeightStore:
             old = [self._versions.pop(one)[1] for one in sorted(self._versions) if one < version]
         for path in [path for files in old for path in files if path.exists()]:
             if self._spares:
-                self._spare.append(set_aside(path))
+                # without its name no process opens it again
+                self._spare.append(path.rename(path.with_name(f"{STAGED}spare-{path.name}")))
             else:
                 path.unlink()
 
@@ -296,12 +292,8 @@ class WeightStore:
                 raise self._full(stem, error) from error
             raise
         finally:
-            self._drop_spare()
-
-    def _drop_spare(self) -> None:
-        """What was not needed: this version is smaller, or failed."""
-        while self._spare:
-            self._spare.pop().unlink()
+            while self._spare:  # not needed: this version is smaller, or failed
+                self._spare.pop().unlink()
 
     def _full(self, stem: str, error: OSError) -> StorageError:
         return StorageError(

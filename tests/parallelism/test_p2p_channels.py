@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import RunnerError, SamplerError
-from runner.interfaces import Request, Rollout
+from runner.interfaces import Request, Rollout, StepResult
 from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import Rank0Sampler
 from runner.sampler.sync_probe import SyncProbe
@@ -113,7 +113,8 @@ def sent(world: ParallelContext, model: Any, folder: Path, stale: Sequence[str])
         for version in range(VERSIONS):
             publisher.publish(version)
             publisher.load_for(version)
-            found.append(publisher.numbers()["weight_sync/logprob_error"])
+            publisher.on_step(end := StepResult(version, {}, last=False))
+            found.append(end.values["weight_sync/logprob_error"])
             learner.begin_step(version)
             learner.forward_backward(plain.given(version), plain.CrossEntropy())
             learner.optim_step()

@@ -21,7 +21,7 @@ from runner.core.rank_info import RankInfo
 from runner.core.tolerance import TOLERANCES
 from runner.device.config import CudaConfig
 from runner.distributed.work_partition import SINGLE_PROCESS
-from runner.interfaces import Request, Rollout
+from runner.interfaces import Request, Rollout, StepResult
 from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import Rank0Sampler
 from runner.sampler.sync_probe import ROWS, TOKENS, SyncProbe
@@ -151,12 +151,19 @@ def test_no_more_versions_are_kept_than_are_due(made: Callable[[Any, Path], Any]
     publisher.close()
 
 
+def metrics(publisher: Publisher) -> dict[str, float]:
+    """What the publisher adds to a step's metrics."""
+    end = StepResult(1, {}, last=False)
+    publisher.on_step(end)
+    return end.values
+
+
 def test_what_a_sync_takes_is_measured(tmp_path: Path) -> None:
     publisher = Publisher(shelving(lambda: iter([("w", torch.zeros(1000))]), tmp_path), Remembers(), 1)
     for version in range(3):
         publisher.publish(version)
     publisher.load_for(2)
-    found = publisher.numbers()
+    found = metrics(publisher)
     assert found.pop("sampler/queue") == 3.0
     seconds, rate = found["weight_sync/send_s"], found["weight_sync/gb_per_s"]
     assert 4000 < found["weight_sync/bytes"] < 4400 and math.isclose(rate, found["weight_sync/bytes"] / seconds / 1e9)
@@ -218,7 +225,7 @@ def test_a_sampler_that_says_something_else_is_loaded_once_more_and_then_refused
         assert error.value.exit_code == 75
     else:
         publisher.load_for(4)
-        assert publisher.numbers()["weight_sync/logprob_error"] == 0.0
+        assert metrics(publisher)["weight_sync/logprob_error"] == 0.0
     assert sampler.loads == [4] * min(wrong_loads + 1, 2)
     assert caplog.text.count("sending the weights again") == min(wrong_loads, 1)
     assert ("sampler 1 of 0 to 1 differs" in caplog.text) == (wrong == "one engine of two" and wrong_loads > 0)

@@ -202,10 +202,7 @@ def _shift_by_minimum(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
 
 def has_variance(rewards: Tensor, group: Tensor) -> Tensor:
     """Whether at least two scored rewards of the group differ, bool [N], at each of its members."""
-    unscored = rewards.isnan()
-    smallest = segment_min(rewards.masked_fill(unscored, torch.inf), group)
-    largest = -segment_min((-rewards).masked_fill(unscored, torch.inf), group)
-    return largest > smallest
+    return segment_sum(_shift_by_minimum(rewards, group)[0], group) > 0
 
 
 def scored_mask(mask: Tensor, rewards: Tensor, row: Tensor) -> Tensor:
