@@ -174,6 +174,7 @@ class ModelConfig(ComponentConfig):
     def compile_objection(self, job: Any) -> str | None:
         """Why not to compile the layers of a job; None = they can be compiled."""
         used = [f"model.quantization={self.quantization}"] if self.quantization else []
+        used += ["model.activation_offloading=true"] if self.activation_offloading else []  # its hooks break the graph
         used += [f"parallelism={job.parallelism.name}"] if job.parallelism.deepspeed else []
         sizes = _parallel_sizes(job).items()
         used += [f"parallelism.{name}={size}" for name, size in sizes if name not in ("dp_replicate", "dp_shard")]

@@ -207,6 +207,10 @@ def test_counting_routers_count_under_compiled_layers(traced: None) -> None:
             ["parallelism=tp", "launch.devices=2"],
             "parallelism.tp=2 is not tested with torch.compile; leave it out",
         ),
+        (
+            ["device=cuda", "model.gradient_checkpointing=true", "model.activation_offloading=true"],
+            "model.activation_offloading=true is not tested with torch.compile",
+        ),
         (["adapter=lora", "model.quantization=int8"], "model.quantization=int8 is not tested with torch.compile"),
     ],
 )
