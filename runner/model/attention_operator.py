@@ -50,9 +50,8 @@ def _attend(
     return attend_by_rows(query, key, value, PackedRows(buckets, index, inverse), window, 0.0, scale)
 
 
-def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
-    _, heads, tokens, _ = query.shape
-    return query.new_empty(1, tokens, heads, value.shape[-1])
+def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
 
 
 def _backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *layout: object) -> tuple[Tensor, ...]:

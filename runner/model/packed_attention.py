@@ -219,7 +219,9 @@ def _attend_by_kernel(
 
 def promote_to_common_dtype(*tensors: Tensor) -> list[Tensor]:
     """All in the widest type among them: rotary positions may have left some in float32."""
-    wide = max((tensor.dtype for tensor in tensors), key=lambda dtype: torch.finfo(dtype).bits)
+    wide = tensors[0].dtype
+    for tensor in tensors[1:]:  # which torch.compile traces, unlike max with a key
+        wide = torch.promote_types(wide, tensor.dtype)
     return [tensor.to(wide) for tensor in tensors]
 
 
