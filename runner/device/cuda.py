@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.device.base import TorchDevice, select_card
 from runner.device.config import CudaConfig
 from runner.device.device_stats import StatsReader, gpu_stats_reader
-from runner.interfaces import Decide, VarlenAttention
+from runner.interfaces import Decide, SequenceLengths, VarlenAttention
 
 FLASH_TYPES = frozenset({torch.float16, torch.bfloat16})
 
@@ -37,8 +35,8 @@ class FlashAttention:
         key: Tensor,
         value: Tensor,
         *,
-        query_lengths: tuple[int, ...],
-        key_lengths: tuple[int, ...],
+        queries: SequenceLengths,
+        keys: SequenceLengths,
         window: int | None,
         dropout: float,
         scale: float,
@@ -48,10 +46,10 @@ class FlashAttention:
             query,
             key,
             value,
-            cumulative_lengths(query_lengths, query.device),
-            cumulative_lengths(key_lengths, query.device),
-            max(query_lengths),
-            max(key_lengths),
+            queries.cumulative,
+            keys.cumulative,
+            queries.longest,
+            keys.longest,
             **self._options(window, dropout, scale, grouped=query.shape[1] != key.shape[1]),
         )
         return out
@@ -109,12 +107,6 @@ def installed_kernel(deterministic: bool) -> tuple[VarlenAttention, str] | str:
     if (function := torch_compat.varlen_attention()) is not None:
         return TorchFlashAttention(function), "the flash kernel in torch"
     return f"flash-attn is not installed, and torch {torch.__version__} has no such kernel"
-
-
-@lru_cache(maxsize=8)  # every layer has the same
-def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where sequences begin and end: int32 [n + 1] on the device, which is not waited for."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
 
 
 class Cuda(TorchDevice[CudaConfig]):

@@ -32,7 +32,7 @@ from runner.device.base import TorchDevice, refuse_hidden, select_card
 from runner.device.config import NpuConfig
 from runner.device.device_stats import StatsReader, npu_stats_reader
 from runner.device.npu_fused import install_fused_ops
-from runner.interfaces import Decide, DenseAttention, VarlenAttention
+from runner.interfaces import Decide, DenseAttention, SequenceLengths, VarlenAttention
 
 MOST_SEQUENCES = 1024  # of one call in this layout
 MASK_SIZE = 2048  # of the compressed mask, whatever the lengths
@@ -52,18 +52,18 @@ class FusionAttention:
         key: Tensor,
         value: Tensor,
         *,
-        query_lengths: tuple[int, ...],
-        key_lengths: tuple[int, ...],
+        queries: SequenceLengths,
+        keys: SequenceLengths,
         window: int | None,
         dropout: float,
         scale: float,
     ) -> Tensor:
         """See `VarlenAttention`. Raises ValueError for a sequence with more queries than keys."""
-        calls = _calls(query_lengths, key_lengths)
-        query_parts = query.split([queries[-1] for queries, _ in calls])
-        key_parts, value_parts = (tensor.split([keys[-1] for _, keys in calls]) for tensor in (key, value))
+        calls = _calls(queries.lengths, keys.lengths)
+        query_parts = query.split([ends[-1] for ends, _ in calls])
+        key_parts, value_parts = (tensor.split([ends[-1] for _, ends in calls]) for tensor in (key, value))
         done = []
-        for (queries, keys), q, k, v in zip(calls, query_parts, key_parts, value_parts, strict=True):
+        for (query_ends, key_ends), q, k, v in zip(calls, query_parts, key_parts, value_parts, strict=True):
             out = self._operator(
                 q.contiguous(),
                 k.contiguous(),
@@ -73,9 +73,9 @@ class FusionAttention:
                 atten_mask=_mask(query.device),
                 scale=scale,
                 keep_prob=1.0 - dropout,
-                actual_seq_qlen=list(queries),
-                actual_seq_kvlen=list(keys),
-                **_sparsity(window, max(key_lengths)),
+                actual_seq_qlen=list(query_ends),
+                actual_seq_kvlen=list(key_ends),
+                **_sparsity(window, keys.longest),
             )[0]
             done.append(out)
         return done[0] if len(done) == 1 else torch.cat(done)

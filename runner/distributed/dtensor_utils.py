@@ -116,12 +116,16 @@ def _sum_over_shards(value: Tensor, key: tuple[DeviceMesh, tuple[int, ...]] | No
 def clip_grads_with_norm_(max_norm: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
     """Scale gradients with total norm `norm` to `max_norm`, in place, if it is above.
 
-    Like torch's clip_grads_with_norm_, which does not support shards over several meshes.
+    Like torch's clip_grads_with_norm_, which does not support shards over several meshes, and multiplies by 1 as well.
     """
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        held = local_tensor(gradient)
-        held.mul_(factor.to(held.device))
+    factor = max_norm / (norm + 1e-6)
+    if factor >= 1:
+        return
+    by_device: dict[torch.device, list[Tensor]] = {}  # experts may stay on theirs where the others are offloaded
+    for held in map(local_tensor, gradients):
+        by_device.setdefault(held.device, []).append(held)
+    for device, pieces in by_device.items():
+        torch._foreach_mul_(pieces, factor.to(device))
 
 
 def is_expert_sharded(parameter: Tensor) -> bool:

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from runner.interfaces.model import Device as Device
     from runner.interfaces.model import GenerativeModel as GenerativeModel
     from runner.interfaces.model import ScoringModel as ScoringModel
+    from runner.interfaces.model import SequenceLengths as SequenceLengths
     from runner.interfaces.model import TrainableModel as TrainableModel
     from runner.interfaces.model import VarlenAttention as VarlenAttention
     from runner.interfaces.model import WeightSubset as WeightSubset

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
 
@@ -27,12 +29,31 @@ from runner.interfaces.sampling import ModelLimits
 REWARD_MODEL_FILE = "reward_model.json"
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceLengths:
+    """Lengths of sequences that lie end to end, as kernels take them.
+
+    lengths: on the host; cumulative: int32 [n + 1] on the device, where they begin and end; longest: in tokens.
+    """
+
+    lengths: tuple[int, ...]
+    cumulative: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
+        """These lengths; the device is not waited for."""
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(tuple(lengths), ends.to(device, non_blocking=True), max(lengths))
+
+
 class VarlenAttention(Protocol):
     """Causal attention within sequences that lie end to end, by a kernel of a device's own.
 
     query [Q, heads, d]; key, value [K, kv heads, d], all of one data type and on the device; returns [Q, heads, d].
-    Sequence i has query_lengths[i] queries, which are the last of its key_lengths[i] tokens: query q of it sees the
-    keys up to its own, and with a window only the last `window` of those, its own included.
+    Sequence i has queries.lengths[i] queries, which are the last of its keys.lengths[i] tokens: query q of it sees the
+    keys up to its own, and with a window only the last `window` of those, its own included. A compiled model traces the
+    call: there a kernel must not read `lengths`, or it is compiled again for each batch.
     """
 
     def __call__(
@@ -41,8 +62,8 @@ class VarlenAttention(Protocol):
         key: Tensor,
         value: Tensor,
         *,
-        query_lengths: tuple[int, ...],
-        key_lengths: tuple[int, ...],
+        queries: SequenceLengths,
+        keys: SequenceLengths,
         window: int | None,
         dropout: float,
         scale: float,

@@ -68,18 +68,20 @@ def run_padded(forward: ForwardFn, batch: Batch) -> Tensor:
     attend to (NaN).
     """
     tree = paths(batch) or rows_as_paths(batch)
-    rows = pad_into_buckets(tree, [range(len(tree.lengths))], batch.tokens["ids"].device)
-    [block], shape = rows.buckets, (rows.buckets[0].rows, rows.buckets[0].width)
-    ids, positions = (x.index_select(0, block.index).view(shape) for x in (input_ids(batch), batch.tokens["positions"]))
+    padded = pad_into_buckets(tree, [range(len(tree.lengths))], batch.tokens["ids"].device)
+    assert padded.index is not None and padded.inverse is not None
+    shape = padded.buckets.tolist()
+    ids, positions = (
+        x.index_select(0, padded.index).view(shape) for x in (input_ids(batch), batch.tokens["positions"])
+    )
     if (rope := batch.tokens.get("rope")) is not None:
-        positions = rope.index_select(0, block.index).view(*shape, 3).permute(2, 0, 1)
+        positions = rope.index_select(0, padded.index).view(*shape, 3).permute(2, 0, 1)
     if "inputs" in batch.tokens:  # or padding would be more places of an image
-        real = torch.arange(block.width) < torch.tensor(tree.lengths)[:, None]
+        real = torch.arange(shape[1]) < torch.tensor(tree.lengths)[:, None]
         ids = ids.where(real.to(ids.device), 0)
-    experts = given_experts(batch, block.index)
+    experts = given_experts(batch, padded.index)
     out = forward(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), **experts)
-    assert rows.inverse is not None
-    return out.flatten(0, 1).index_select(0, rows.inverse)
+    return out.flatten(0, 1).index_select(0, padded.inverse)
 
 
 def max_row_length(config: Any) -> tuple[int, str] | None:

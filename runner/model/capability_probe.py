@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from runner.core.batch import pack
 from runner.core.tolerance import tolerance_of
-from runner.interfaces import DenseAttention, VarlenAttention
+from runner.interfaces import DenseAttention, SequenceLengths, VarlenAttention
 from runner.model.batch_layout import run_packed
 from runner.model.flops import head_size
 from runner.model.media import MediaInputs
@@ -126,11 +126,12 @@ def packed_objection(causal: Any, device: torch.device, media: MediaInputs | Non
 
 def kernel_objection(kernel: VarlenAttention, config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why `kernel` does not work for a model of this config: its value or gradient is not attention."""
-    queries, keys = (3, 2, 5), (3, 6, 5)  # the second sequence continues another one
+    # the second sequence continues another one
+    queries, keys = (SequenceLengths.of(lengths, device) for lengths in ((3, 2, 5), (3, 6, 5)))
     heads, kv_heads, size = _head_shape(config)
-    drawn = _random_inputs([(sum(queries), heads, size), *[(sum(keys), kv_heads, size)] * 2], dtype, device)
+    drawn = _random_inputs([(10, heads, size), *[(14, kv_heads, size)] * 2], dtype, device)
     for window in (None, 2):
-        options = {"query_lengths": queries, "key_lengths": keys, "window": window, "scale": size**-0.5}
+        options = {"queries": queries, "keys": keys, "window": window, "scale": size**-0.5}
         if reason := _kernel_difference(kernel, _reference_varlen, drawn, options):
             return reason + f" with a window of {window}" * bool(window)
     return None
@@ -187,14 +188,14 @@ def _reference_varlen(
     key: Tensor,
     value: Tensor,
     *,
-    query_lengths: tuple[int, ...],
-    key_lengths: tuple[int, ...],
+    queries: SequenceLengths,
+    keys: SequenceLengths,
     window: int | None,
     scale: float,
 ) -> Tensor:
     """Attention by its definition, sequence by sequence; see `VarlenAttention`."""
     done = []
-    cut = (query.split(query_lengths), key.split(key_lengths), value.split(key_lengths))
+    cut = (query.split(queries.lengths), key.split(keys.lengths), value.split(keys.lengths))
     for q, k, v in zip(*cut, strict=True):
         place = torch.arange(len(k), device=k.device)
         behind = place[-len(q) :, None] - place

@@ -5,14 +5,13 @@
     selective   that, what attention gives and every second matrix product  (Korthikanti et al., 2205.05198, section 5,
                 keep all but attention; attention's kernels keep no scores, so recomputing attention is expensive here)
 
-    layer ──▶ its parts (norms, attention, feed-forward), each compiled once for all layers and for any number of tokens
-                             └── attention over rows end to end stays as it is, between two compiled pieces
+    layer ──▶ compiled once for all layers of its kind and for any number of tokens; recomputing is part of its graph
+                └── attention over rows end to end is one operator of the graph (`attention_operator`), or a kernel's
 
 Legend: k inner size of a matrix product, n columns of what it gives. transformers runs its layers through the function
 that is set here, in training mode. Dropout draws the same numbers in both passes, so that no gradient is another.
-Parts are compiled and not the layer: what is recomputed and what is gathered (FSDP2) happens around them. Attention
-over rows is cut where rows end, which is another cut in every batch, and would be compiled for each. Text is written by
-what is not compiled.
+What is gathered (FSDP2) happens around the graph. Routers that count or replay their experts, adapters of routers and
+experts, and attention with dropout but without a kernel, break it. Text is written by what is not compiled.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Decide
-from runner.model.packed_attention import PACKED_ATTENTION, packed_attention
+from runner.model.attention_operator import define_operator
 
 OPTION = "model.gradient_checkpointing"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -137,6 +135,7 @@ def _is_attention(operator: Any, arguments: tuple[Any, ...], named: dict[str, An
     return all(given.get(name, nothing) == nothing for name, nothing in DRAWS.items())
 
 
+GRAPHS = 16  # of a layer's code: with and without gradient, recomputed or not, each kind of layer; torch's limit is 8
 OPTIONS: dict[str, Any] = {
     "dynamic": True,
     "options": {"fallback_random": True},  # dropout draws what it draws without
@@ -144,30 +143,33 @@ OPTIONS: dict[str, Any] = {
 
 
 class CompiledLayers:
-    """Some layers, whose parts compute by what torch has compiled from now on."""
+    """Some layers, which compute by what torch has compiled from now on."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         """Prepare the layers; nothing is compiled before it runs.
 
         Adapters and the device's operators must be installed before.
         """
-        ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
-        self._parts: list[tuple[Any, Callable[..., Any]]] = []
-        for part in (part for layer in layers for part in layer.children()):
-            self._parts.append((part, part.forward))
-            part.forward = torch.compile(part.forward, **OPTIONS)
+        define_operator()
+        torch._dynamo.config.recompile_limit = GRAPHS
+        torch.fx.experimental._config.use_duck_shape = False  # as many rows as a head is wide are no constant
+        self._layers: list[Any] = list(layers)
+        self._compiled = [torch.compile(layer.forward, **OPTIONS) for layer in self._layers]
+        self._install()
+
+    def _install(self) -> None:
+        for layer, forward in zip(self._layers, self._compiled, strict=True):
+            layer.forward = forward
 
     @contextmanager
     def run_eagerly(self) -> Iterator[None]:
-        """Let the parts compute as they did, for as long as the block lasts."""
-        compiled = [part.forward for part, _ in self._parts]
-        for part, forward in self._parts:
-            part.forward = forward
+        """Let the layers compute as they did, for as long as the block lasts."""
+        for layer in self._layers:
+            del layer.forward  # which leaves that of its class
         try:
             yield
         finally:
-            for (part, _), forward in zip(self._parts, compiled, strict=True):
-                part.forward = forward
+            self._install()
 
 
 @cache

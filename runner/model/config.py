@@ -50,9 +50,10 @@ class ModelConfig(ComponentConfig):
     activation_offloading: bool = Field(
         default=False, description="Offload the inputs of recomputed layers to host memory: less device memory, slower."
     )
-    compile: bool = Field(
-        default=False,
-        description="Compile the decoder layers (torch.compile): the first step is slow, later steps are faster.",
+    compile: bool | None = Field(
+        default=None,
+        description="Compile the decoder layers (torch.compile): the first step is slow, later steps are faster; "
+        "null = true on cuda where the layers can be compiled, else false.",
     )
     quantization: Literal["nf4", "int8"] | None = Field(
         default=None,
@@ -111,8 +112,9 @@ class ModelConfig(ComponentConfig):
         require_bitsandbytes(self.quantization)
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        found = [("model.compile", text) for text in self._uncompilable(job)] if self.compile else []
-        found += self._head_dtype_problems(job)
+        found = list(self._head_dtype_problems(job))
+        if self.compile and (reason := self.compile_objection(job)):
+            found.append(("model.compile", f"{reason}; leave it out"))
         if self.quantization is not None:
             found += [("model.quantization", text) for text in self._unquantizable(job)]
         if self.router_replay == "sampler" and (reason := self.replay_objection(job)):
@@ -139,7 +141,7 @@ class ModelConfig(ComponentConfig):
             return f"parallelism={job.parallelism.name} does not support it"
         if cut := [name for name in _parallel_sizes(job) if name in ("pp", "cp")]:
             return f"parallelism.{cut[0]} does not support it"
-        return "model.compile=true compiles the routers" if self.compile else None
+        return None
 
     def _head_dtype_problems(self, job: Any) -> Iterator[tuple[str, str]]:
         """Where a head is not read in float32 beside bfloat16 layers."""
@@ -168,22 +170,15 @@ class ModelConfig(ComponentConfig):
         if job.sampler.weights_to_send() == ("adapter",):
             text = "the server's base is not quantized, so the adapter would run on different base weights"
             yield f"{text}; type sampler.weight_sync=reload"
-        if self.compile:
-            yield "is not tested with torch.compile; leave model.compile out"
 
-    def _uncompilable(self, job: Any) -> Iterator[str]:
-        """Why not to compile the layers."""
-        if self.gradient_checkpointing == "selective":
-            text = "model.gradient_checkpointing=selective selects operators that torch.compile fuses"
-            yield f"{text}; type model.gradient_checkpointing=true, or leave model.compile out"
-        sizes = _parallel_sizes(job)
-        if self.gradient_checkpointing and "dp_shard" in sizes:
-            text = "compiled FSDP layers (parallelism.dp_shard) are not tested with model.gradient_checkpointing"
-            yield f"{text}; leave one of them out, or type parallelism=ddp"
-        for name, size in sizes.items():
-            if name not in ("dp_replicate", "dp_shard"):
-                text = f"parallelism.{name}={size} changes layers, which is not tested with torch.compile"
-                yield f"{text}; leave it out, or type parallelism=ddp or fsdp"
+    def compile_objection(self, job: Any) -> str | None:
+        """Why not to compile the layers of a job; None = they can be compiled."""
+        used = [f"model.quantization={self.quantization}"] if self.quantization else []
+        used += ["model.activation_offloading=true"] if self.activation_offloading else []  # its hooks break the graph
+        used += [f"parallelism={job.parallelism.name}"] if job.parallelism.deepspeed else []
+        sizes = _parallel_sizes(job).items()
+        used += [f"parallelism.{name}={size}" for name, size in sizes if name not in ("dp_replicate", "dp_shard")]
+        return f"{' and '.join(used)} is not tested with torch.compile" if used else None
 
     def sizes(self) -> dict[str, tuple[str, int]]:
         """Sizes that parallelism divides (heads, kv_heads, features, layers, experts): option and value.

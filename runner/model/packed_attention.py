@@ -15,7 +15,7 @@ where there is no kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from runner.core.batch import Batch
 from runner.core.prefix_tree import Paths, contexts, paths, rows_as_paths
-from runner.interfaces import VarlenAttention
+from runner.interfaces import SequenceLengths, VarlenAttention
 
 PACKED_ATTENTION = "ragged"
 # Keywords that models hand to an attention function and that do not change what is computed.
@@ -60,27 +60,23 @@ class AttentionPlan(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LengthBucket:
-    """Rows of similar lengths: the batch index of each of their rows·width tokens, padded with the last."""
-
-    index: Tensor  # int64 [rows * width]
-    rows: int
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Where rows end. `buckets` is empty if each row is attended alone; `inverse` [T] undoes buckets.
+    """Where rows end.
 
-    With a kernel: of each row the number of keys that it sees, `key_lengths`, and `key_index`, int64 [K], where they
-    all lie in the batch; None if each row sees itself alone.
+    buckets: int64 on the CPU, [2 · n], the number of rows and the width of each of n buckets, whose rows are attended
+    together; flat, as torch.compile makes another graph for a dimension of 1. index: int64, the batch's token at each
+    place of the buckets, which are padded with the last of a row; inverse: int64 [T], undoes that. Without them each
+    row is a bucket.
+    With a kernel: the queries and keys of each row, and `key_index`, int64 [K], where the keys lie in the batch; None
+    if each row sees itself alone.
     """
 
-    lengths: tuple[int, ...]
-    buckets: tuple[LengthBucket, ...] = ()
+    buckets: Tensor
+    index: Tensor | None = None
     inverse: Tensor | None = None
     kernel: VarlenAttention | None = None
-    key_lengths: tuple[int, ...] = ()
+    queries: SequenceLengths | None = None
+    keys: SequenceLengths | None = None
     key_index: Tensor | None = None
 
     def attend(
@@ -90,8 +86,18 @@ class PackedRows:
 
         query [1, heads, T, d]; key, value [1, kv heads, T, d]; window in tokens or None. Returns [1, T, heads, d].
         """
-        attend_rows = _attend_by_kernel if self.kernel else _attend_by_bucket if self.buckets else _attend_by_row
-        return attend_rows(query, key, value, self, window, dropout, scale)
+        if self.kernel is not None:
+            return _attend_by_kernel(query, key, value, self, window, dropout, scale)
+        if not torch.compiler.is_compiling():
+            return attend_by_rows(query, key, value, self, window, dropout, scale)
+        if dropout:  # the operator draws nothing
+            from runner.model.attention_operator import attend_uncompiled
+
+            return attend_uncompiled(query, key, value, self, window, dropout, scale)
+        out: Tensor = torch.ops.runner.packed_attention(
+            query, key, value, self.buckets, self.index, self.inverse, window, scale
+        )
+        return out
 
 
 def plan_attention(batch: Batch, kernel: VarlenAttention | None = None) -> PackedRows:
@@ -99,16 +105,24 @@ def plan_attention(batch: Batch, kernel: VarlenAttention | None = None) -> Packe
 
     Rows that share prompts are always in buckets. It is made on the CPU; of a batch on a device nothing is read back.
     """
-    device = batch.tokens["ids"].device
+    device, lengths = batch.tokens["ids"].device, batch.structure.rows["lengths"]
+    rows = separate_rows(lengths)
     if kernel is not None:
-        lengths = tuple(batch.structure.rows["lengths"].tolist())
-        keys, index = contexts(batch) or (lengths, None)
-        moved = None if index is None else _to_device(index, device)
-        return PackedRows(lengths, kernel=kernel, key_lengths=keys, key_index=moved)
+        queries = keys = SequenceLengths.of(lengths.tolist(), device)
+        if (found := contexts(batch)) is not None:
+            keys = SequenceLengths.of(found[0], device)
+        index = None if found is None else _to_device(found[1], device)
+        return replace(rows, kernel=kernel, queries=queries, keys=keys, key_index=index)
     shared = paths(batch)
     if shared is None and device.type == "cpu":
-        return PackedRows(tuple(batch.rows["lengths"].tolist()))
+        return rows
     return bucket_by_length(shared or rows_as_paths(batch), device)
+
+
+def separate_rows(lengths: Tensor) -> PackedRows:
+    """Rows of these lengths, int64 [N] on the CPU, each of which is attended alone."""
+    # not a view: of a single row, the dimensions of its base would be guarded
+    return PackedRows(torch.stack([torch.ones_like(lengths), lengths], 1).flatten().clone())
 
 
 def bucket_by_length(paths: Paths, device: torch.device) -> PackedRows:
@@ -129,7 +143,7 @@ def pad_into_buckets(paths: Paths, groups: Sequence[Sequence[int]], device: torc
     sizes = torch.tensor(paths.lengths)
     starts = torch.cumsum(sizes, 0) - sizes
     slots = torch.empty(sum(paths.lengths), dtype=torch.int64)  # of each place of the paths
-    buckets, offset = [], 0
+    shapes, parts, offset = [], [], 0
     for group in groups:
         chosen = torch.tensor(group)
         last = sizes[chosen, None] - 1
@@ -137,9 +151,11 @@ def pad_into_buckets(paths: Paths, groups: Sequence[Sequence[int]], device: torc
         source = starts[chosen, None] + torch.minimum(column, last)
         real = column <= last
         slots[source[real]] = offset + real.flatten().nonzero()[:, 0]
-        buckets.append(LengthBucket(_to_device(paths.index[source.flatten()], device), len(group), len(column)))
+        shapes += [len(group), len(column)]
+        parts.append(paths.index[source.flatten()])
         offset += source.numel()
-    return PackedRows(paths.lengths, tuple(buckets), _to_device(slots[paths.inverse], device))
+    index, inverse = (_to_device(one, device) for one in (torch.cat(parts), slots[paths.inverse]))
+    return PackedRows(torch.tensor(shapes), index, inverse)
 
 
 def _to_device(index: Tensor, device: torch.device) -> Tensor:
@@ -168,27 +184,24 @@ def _causal(
     return out.transpose(1, 2)
 
 
-def _attend_by_row(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, *options: Any) -> Tensor:
-    # split, whose gradient is one concatenation, and not slices, whose gradient is N tensors of T tokens
-    cut = [tensor.split(rows.lengths, dim=2) for tensor in (query, key, value)]
-    return torch.cat([_causal(q, k, v, *options) for q, k, v in zip(*cut, strict=True)], dim=1)
-
-
-def _attend_by_bucket(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, *options: Any) -> Tensor:
-    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    done = []
-    for bucket in rows.buckets:
-        shape = (bucket.rows, bucket.width)
-        block = [f.index_select(0, bucket.index).unflatten(0, shape).transpose(1, 2) for f in flat]
+def attend_by_rows(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, *options: Any) -> Tensor:
+    """`PackedRows.attend` without a kernel: a call for each row or bucket."""
+    shapes = rows.buckets.view(-1, 2).tolist()
+    if rows.index is None or rows.inverse is None:
+        # split, whose gradient is one concatenation, and not slices, whose gradient is N tensors of T tokens
+        cut = [tensor.split([length for _, length in shapes], dim=2) for tensor in (query, key, value)]
+        return torch.cat([_causal(q, k, v, *options) for q, k, v in zip(*cut, strict=True)], dim=1)
+    flat, done = [tensor[0].transpose(0, 1) for tensor in (query, key, value)], []
+    for shape, index in zip(shapes, rows.index.split([count * width for count, width in shapes]), strict=True):
+        block = [f.index_select(0, index).unflatten(0, shape).transpose(1, 2) for f in flat]
         done.append(_causal(block[0], block[1], block[2], *options).flatten(0, 1))
-    assert rows.inverse is not None
     return torch.cat(done).index_select(0, rows.inverse)[None]
 
 
 def _attend_by_kernel(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, window: int | None, dropout: float, scale: float | None
 ) -> Tensor:
-    assert rows.kernel is not None
+    assert rows.kernel is not None and rows.queries is not None and rows.keys is not None
     q, k, v = (tensor[0].transpose(0, 1) for tensor in promote_to_common_dtype(query, key, value))
     if rows.key_index is not None:
         k, v = k.index_select(0, rows.key_index), v.index_select(0, rows.key_index)
@@ -196,8 +209,8 @@ def _attend_by_kernel(
         q,
         k,
         v,
-        query_lengths=rows.lengths,
-        key_lengths=rows.key_lengths,
+        queries=rows.queries,
+        keys=rows.keys,
         window=window,
         dropout=dropout,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
@@ -206,7 +219,9 @@ def _attend_by_kernel(
 
 def promote_to_common_dtype(*tensors: Tensor) -> list[Tensor]:
     """All in the widest type among them: rotary positions may have left some in float32."""
-    wide = max((tensor.dtype for tensor in tensors), key=lambda dtype: torch.finfo(dtype).bits)
+    wide = tensors[0].dtype
+    for tensor in tensors[1:]:  # which torch.compile traces, unlike max with a key
+        wide = torch.promote_types(wide, tensor.dtype)
     return [tensor.to(wide) for tensor in tensors]
 
 

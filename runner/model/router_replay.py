@@ -54,8 +54,11 @@ class _GivenExperts(TorchFunctionMode):
 class RouterHooks:
     """See `runner.interfaces.routing.ExpertRouting`; in force from its construction on."""
 
-    def __init__(self, inner: Any) -> None:
-        """inner: a transformers model, of whose routers `replay_objection` finds nothing to say."""
+    def __init__(self, inner: Any, *, is_compiled: bool = False) -> None:
+        """inner: a transformers model, of whose routers `replay_objection` finds nothing to say.
+
+        is_compiled: its layers are; its routers are not then, as they count.
+        """
         self._routers = find_routers(inner)
         self._num_experts: int = self._routers[0].num_experts
         self.replays = self.records = self.counts_tokens = False
@@ -63,7 +66,8 @@ class RouterHooks:
         self._chosen: list[Tensor] = [torch.empty(0)] * len(self._routers)
         self._counts: ExpertCounts | None = None
         for layer, router in enumerate(self._routers):
-            router.forward = partial(self._route, layer, router.forward)
+            forward = partial(self._route, layer, router.forward)
+            router.forward = torch.compiler.disable(forward) if is_compiled else forward
 
     def replay(self, forward: Callable[..., Any], *, experts: Tensor | None = None, **keywords: Any) -> Any:
         """`forward(**keywords)`, whose routers take `experts`, [n, M, k] by token; None = their own.
@@ -155,6 +159,7 @@ class WithRouters:
     """What `runner.model.transformers_model` does with the routers of its transformers model."""
 
     inner: Any
+    _compiled: Any
 
     @property
     def routing(self) -> ExpertRouting | None:
@@ -167,7 +172,7 @@ class WithRouters:
         if self.routing is None:
             if objection := replay_objection(self.inner):
                 return objection
-            self.inner.expert_routing = RouterHooks(self.inner)
+            self.inner.expert_routing = RouterHooks(self.inner, is_compiled=self._compiled is not None)
         return None
 
     def drop_unused_experts(self, batch: Batch) -> Batch:

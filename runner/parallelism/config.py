@@ -264,8 +264,6 @@ class ZeroConfig(MultiProcessConfig):
         if self.stage == 2 and len(job.algorithm.trained_models()) > 1:
             text = f"two trained models hang under {own}; type parallelism=ddp, or deepspeed_zero3"
             found.append(("algorithm.name", text))
-        if job.model.compile:
-            found.append(("model.compile", f"not tested under {own}; leave it out, or type parallelism=fsdp"))
         return found
 
 

@@ -10,7 +10,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.prefix_tree import pack_trees
 from runner.device.config import CudaConfig
 from runner.device.cuda import varlen_kernel
-from runner.interfaces import Device
+from runner.interfaces import Device, SequenceLengths
 from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.ring_attention import _matmul_float32
@@ -45,11 +45,12 @@ def test_the_flash_kernel_of_a_job_is_attention(heads: tuple[int, int], window: 
     decisions = Decisions()
     found = varlen_kernel(CudaConfig(), torch.bfloat16, decisions)
     assert found is not None, decisions.entries
-    queries, keys = (tuple(sizes) for sizes in zip(*LENGTHS, strict=True))
+    sizes = [list(one) for one in zip(*LENGTHS, strict=True)]
+    queries, keys = (SequenceLengths.of(one, torch.device("cuda")) for one in sizes)
     torch.manual_seed(0)
-    shapes = [(sum(queries), heads[0], 128), *[(sum(keys), heads[1], 128)] * 2]
+    shapes = [(sum(sizes[0]), heads[0], 128), *[(sum(sizes[1]), heads[1], 128)] * 2]
     given = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-    got = found(*given, query_lengths=queries, key_lengths=keys, window=window, dropout=0.0, scale=128**-0.5)
+    got = found(*given, queries=queries, keys=keys, window=window, dropout=0.0, scale=128**-0.5)
     wide = [x.detach().double().requires_grad_() for x in given]
     wanted = attention(*wide, window, 128**-0.5)
     torch.testing.assert_close(got.double(), wanted, rtol=LIMIT, atol=LIMIT)

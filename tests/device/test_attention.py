@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
@@ -23,9 +22,9 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
 from runner.core.prefix_tree import pack_trees
 from runner.device.config import CudaConfig
-from runner.device.cuda import FlashAttention, TorchFlashAttention, cumulative_lengths, varlen_kernel
+from runner.device.cuda import FlashAttention, TorchFlashAttention, varlen_kernel
 from runner.device.npu import MOST_SEQUENCES, FusionAttention
-from runner.interfaces import VarlenAttention
+from runner.interfaces import SequenceLengths, VarlenAttention
 from runner.model.capability_probe import kernel_objection
 from runner.model.packed_attention import plan_attention
 from tests.device import operators
@@ -38,6 +37,11 @@ KERNELS: dict[str, VarlenAttention] = {
     "torch": TorchFlashAttention(operators.varlen_attn),
 }
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def ends(queries: tuple[int, ...], keys: tuple[int, ...] | None = None) -> dict[str, SequenceLengths]:
+    """The keywords of a kernel; keys: None = as many."""
+    return {"queries": SequenceLengths.of(queries, zoo.CPU), "keys": SequenceLengths.of(keys or queries, zoo.CPU)}
 
 
 def defined(
@@ -86,7 +90,7 @@ def test_equals_the_definition_in_value_and_gradient(
     queries, keys = (tuple(sizes) for sizes in zip(*lengths, strict=True))
     shapes = [(sum(queries), heads[0], 8), *[(sum(keys), heads[1], 8)] * 2]
     given = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-    got = KERNELS[name](*given, query_lengths=queries, key_lengths=keys, window=window, dropout=0.0, scale=scale)
+    got = KERNELS[name](*given, **ends(queries, keys), window=window, dropout=0.0, scale=scale)
     wide = [x.detach().double().requires_grad_() for x in given]
     wanted = defined(*wide, lengths, window, scale)
     assert got.dtype == dtype
@@ -142,7 +146,7 @@ def test_the_scale_is_always_given_and_the_mask_is_the_compressed_one() -> None:
     subject = spoilt(lambda options: seen.append(dict(options)))
     x = torch.randn(5, 2, 4)
     for window in (None, 9, 2):
-        subject(x, x, x, query_lengths=(5,), key_lengths=(5,), window=window, dropout=0.25, scale=0.5)
+        subject(x, x, x, **ends((5,)), window=window, dropout=0.25, scale=0.5)
     assert [options["sparse_mode"] for options in seen] == [3, 3, 4], "a window as long as the rows is none"
     assert all(options["scale"] == 0.5 and options["keep_prob"] == 0.75 for options in seen)
     assert (seen[2]["pre_tockens"], seen[2]["next_tockens"]) == (1, 0)
@@ -157,7 +161,7 @@ def test_long_lists_of_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     count = 2 * MOST_SEQUENCES + 7
     x = torch.randn(count, 1, 2)
     ones = (1,) * count
-    out = subject(x, x, x, query_lengths=ones, key_lengths=ones, window=None, dropout=0.0, scale=1.0)
+    out = subject(x, x, x, **ends(ones), window=None, dropout=0.0, scale=1.0)
     assert sizes == [MOST_SEQUENCES, MOST_SEQUENCES, 7]
     torch.testing.assert_close(out, x)  # each token sees itself alone
 
@@ -165,21 +169,19 @@ def test_long_lists_of_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_more_queries_than_keys_are_refused() -> None:
     x = torch.randn(3, 1, 2)
     with pytest.raises(ValueError, match="more queries than keys"):
-        KERNELS["npu"](x, x[:2], x[:2], query_lengths=(3,), key_lengths=(2,), window=None, dropout=0.0, scale=1.0)
+        KERNELS["npu"](x, x[:2], x[:2], **ends((3,), (2,)), window=None, dropout=0.0, scale=1.0)
 
 
 def test_dropout_without_a_kernel_for_it_says_what_to_type() -> None:
     x = torch.randn(3, 1, 2)
     with pytest.raises(EnvironmentProblem, match=r"device\.attention=sdpa"):
-        KERNELS["torch"](x, x, x, query_lengths=(3,), key_lengths=(3,), window=None, dropout=0.1, scale=1.0)
+        KERNELS["torch"](x, x, x, **ends((3,)), window=None, dropout=0.1, scale=1.0)
 
 
-def test_lengths_never_leave_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the operator gets are numbers, made without reading a tensor back; the edges are moved once per batch."""
-    cumulative_lengths.cache_clear()
-    first = cumulative_lengths((2, 3), zoo.CPU)
-    assert cumulative_lengths((2, 3), zoo.CPU) is first and first.tolist() == [0, 2, 5]
-    assert math.prod(first.shape) == 3 and first.dtype == torch.int32
+def test_lengths_are_what_flash_kernels_take() -> None:
+    found = SequenceLengths.of([2, 3], zoo.CPU)
+    assert (found.lengths, found.longest) == ((2, 3), 3)
+    assert found.cumulative.tolist() == [0, 2, 5] and found.cumulative.dtype == torch.int32
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -198,10 +200,10 @@ def test_a_model_scores_and_learns_the_same_through_a_kernel(name: str, family: 
 def test_shared_prompts_repeat_keys_and_no_query() -> None:
     data = pack_trees(trees())
     rows = plan_attention(data, KERNELS["npu"])
-    assert sum(rows.lengths) == data.num_tokens
-    assert rows.key_index is not None and sum(rows.key_lengths) == len(rows.key_index) > data.num_tokens
+    assert rows.queries is not None and rows.keys is not None and sum(rows.queries.lengths) == data.num_tokens
+    assert rows.key_index is not None and sum(rows.keys.lengths) == len(rows.key_index) > data.num_tokens
     alone = plan_attention(pack_trees(trees(), share=False), KERNELS["npu"])
-    assert alone.key_index is None and alone.key_lengths == alone.lengths
+    assert alone.key_index is None and alone.keys == alone.queries
 
 
 def test_a_kernel_that_errs_is_not_used_and_this_is_said() -> None:
@@ -235,7 +237,7 @@ def test_a_gpu_takes_flash_attn_if_it_is_installed(package: Path) -> None:
         found, decisions = chosen(deterministic=deterministic)
         assert isinstance(found, FlashAttention) and str(decisions.entries[0]) == "attention: fused (flash-attn 2.9.9)"
         x: Any = torch.zeros(1, 1, 2)
-        options: Any = {"query_lengths": (1,), "key_lengths": (1,), "window": None, "dropout": 0.0, "scale": 1.0}
+        options: Any = {**ends((1,)), "window": None, "dropout": 0.0, "scale": 1.0}
         assert found(x, x, x, **options) is deterministic
 
 

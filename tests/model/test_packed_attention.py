@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from runner.core.prefix_tree import Paths
-from runner.model.packed_attention import PackedRows, UnsupportedAttention, bucket_by_length, packed_attention
+from runner.model.packed_attention import UnsupportedAttention, bucket_by_length, packed_attention, separate_rows
 from tests.model.zoo import CPU
 
 
@@ -45,7 +45,7 @@ def test_equals_the_mask_in_value_and_gradient(
     shape = (1, 4, sum(lengths), 8)
     q = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(1, kv_heads, *shape[2:], dtype=torch.float64, requires_grad=True) for _ in range(2))
-    plan = bucket_by_length(rows_alone(lengths), CPU) if buckets else PackedRows(tuple(lengths))
+    plan = bucket_by_length(rows_alone(lengths), CPU) if buckets else separate_rows(torch.tensor(lengths))
     got, wanted = plan.attend(q, k, v, window, 0.0, None), masked(q, k, v, lengths, window)
     torch.testing.assert_close(got, wanted)
     c = torch.randn_like(got)
@@ -58,11 +58,9 @@ def test_equals_the_mask_in_value_and_gradient(
 @settings(max_examples=50, deadline=None)
 def test_buckets_hold_every_token_once_and_pad_less_than_they_hold(lengths: list[int]) -> None:
     plan = bucket_by_length(rows_alone(lengths), CPU)
-    assert plan.inverse is not None
-    laid = torch.cat([bucket.index for bucket in plan.buckets])
-    assert torch.equal(laid[plan.inverse], torch.arange(sum(lengths)))
-    assert len(laid) <= 2 * sum(lengths)
-    assert all(bucket.index.numel() == bucket.rows * bucket.width for bucket in plan.buckets)
+    assert plan.inverse is not None and plan.index is not None
+    assert torch.equal(plan.index[plan.inverse], torch.arange(sum(lengths)))
+    assert len(plan.index) == int(plan.buckets.view(-1, 2).prod(1).sum()) <= 2 * sum(lengths)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +75,6 @@ def test_buckets_hold_every_token_once_and_pad_less_than_they_hold(lengths: list
 def test_what_it_cannot_do_is_refused_and_never_ignored(options: dict[str, object], reason: str) -> None:
     q = torch.randn(1, 2, 5, 4)
     with pytest.raises(UnsupportedAttention, match=reason):
-        packed_attention(nn.Identity(), q, q, q, None, **{"ragged": PackedRows((5,)), **options})  # type: ignore[arg-type]
+        packed_attention(nn.Identity(), q, q, q, None, **{"ragged": separate_rows(torch.tensor([5])), **options})  # type: ignore[arg-type]
     with pytest.raises(UnsupportedAttention, match="its own attention mask"):
-        packed_attention(nn.Identity(), q, q, q, torch.zeros(1, 1, 5, 5), ragged=PackedRows((5,)))
+        packed_attention(nn.Identity(), q, q, q, torch.zeros(1, 1, 5, 5), ragged=separate_rows(torch.tensor([5])))

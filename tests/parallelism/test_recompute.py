@@ -36,16 +36,19 @@ def test_in_slices_of_pieces() -> None:
 
 
 @SLOW
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # see test_compiled
-def test_compiled_layers_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced and differentiated on each rank; two ranks that also write code take minutes."""
-    monkeypatch.setattr(checkpointing_and_compile, "OPTIONS", {"dynamic": True, "backend": "aot_eager"})
+@pytest.mark.parametrize("way", [False, True, "selective"])
+def test_compiled_layers_in_pieces(way: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced without a break and differentiated on each rank; two ranks that also write code take minutes."""
+    monkeypatch.setattr(
+        checkpointing_and_compile, "OPTIONS", {"dynamic": True, "backend": "aot_eager", "fullgraph": True}
+    )
     monkeypatch.setattr(pieces, "sharded", _compiled(pieces.sharded))
-    monkeypatch.setattr("tests.parallelism.forked.TIMEOUT_S", 300.0)
-    pieces.compare((1, 2), lambda: pieces.made("qwen3", True))
+    monkeypatch.setattr("tests.parallelism.forked.TIMEOUT_S", 800.0)
+    pieces.compare((1, 2), lambda: pieces.made("qwen3", True, gradient_checkpointing=way))
 
 
 def _compiled(sharded: Any) -> Any:

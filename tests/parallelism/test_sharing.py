@@ -14,7 +14,7 @@ from runner.algorithm.config import SftConfig
 from runner.algorithm.sft import build
 from runner.core.batch import Batch, Footprints, micro_batch_ranges, pack, unit_spans
 from runner.core.errors import DataError, RunnerError
-from runner.distributed.dtensor_utils import total_norm
+from runner.distributed.dtensor_utils import clip_grads_with_norm_, total_norm
 from runner.distributed.work_partition import (
     BatchShard,
     SingleProcess,
@@ -177,3 +177,11 @@ def test_a_single_process_raises_its_own() -> None:
         run_partitioned(SingleProcess(), [0], work)
     except RunnerError as error:
         assert str(error) == "as it is"
+
+
+def test_gradients_are_scaled_only_above_the_norm() -> None:
+    gradients = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
+    clip_grads_with_norm_(5.1, gradients, total_norm(gradients))
+    assert [one._version for one in gradients] == [0, 0], "nothing is written at factor 1"
+    clip_grads_with_norm_(1.0, gradients, total_norm(gradients))
+    torch.testing.assert_close(gradients, [torch.tensor([0.6, 0.0]), torch.tensor([[0.8]])])

@@ -22,6 +22,7 @@ from npu_simulator.schema import bound
 from runner.device import npu, npu_fused
 from runner.device.npu import FusionAttention
 from runner.device.npu_fused import grouped_experts_forward
+from runner.interfaces import SequenceLengths
 
 SCHEMAS = json.loads((Path(__file__).parent / "npu_schemas.json").read_text())
 
@@ -58,7 +59,7 @@ def test_the_attention_adapters_call_fits_and_means_causal_attention(window: int
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(7, heads, 8, generator=random) for heads in (4, 2, 2))
     fused = FusionAttention(strict("npu_fusion_attention", lambda given: attention.forward(given, 0, 0)))
-    lengths = {"query_lengths": (3, 4), "key_lengths": (3, 4)}
+    lengths = dict.fromkeys(("queries", "keys"), SequenceLengths.of((3, 4), torch.device("cpu")))
     got = fused(q, k, v, **lengths, window=window, dropout=0.0, scale=0.3)
     for a, b, c, out in zip(q.split([3, 4]), k.split([3, 4]), v.split([3, 4]), got.split([3, 4]), strict=True):
         seen = torch.ones(len(a), len(a), dtype=torch.bool).tril().triu(1 - (window or len(a)))
