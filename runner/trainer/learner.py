@@ -47,7 +47,7 @@ from runner.interfaces import (
     TrainableModel,
 )
 from runner.interfaces.learning import OptimSettings
-from runner.interfaces.routing import ExpertCounts
+from runner.interfaces.routing import ExpertCounts, ExpertRouting
 from runner.trainer.optimizer_state import learner_state, restore_learner_state
 
 log = logging.getLogger("runner")
@@ -119,9 +119,14 @@ class LocalLearner:
 
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
-        """Score a batch of any size without gradient and without dropout; [T] outputs on the learner's device."""
+        """Score a batch of any size without gradient and without dropout; [T] outputs on the learner's device.
+
+        Where the update replays its experts, `experts` [T, M, k] is one of the outputs.
+        """
         self.model.eval()
+        routing = self.model.routing
         options: dict[str, Any] = {"peers": self._peers, "stage": self._stage}
+        options["routing"] = routing if routing is not None and routing.replays == "old" else None
         with self._during():
             return score_batch(self.model, batch, needs, budget=self._budget, device=self._device, **options)
 
@@ -379,10 +384,15 @@ def score_batch(
     device: torch.device,
     peers: RankCollectives,
     stage: PipelineStage = SINGLE_STAGE,
+    routing: ExpertRouting | None = None,
 ) -> dict[str, Tensor]:
-    """Outputs in `needs` of a batch of any size, [T] or [N] on `device`, in micro-batches of `budget`."""
+    """Outputs in `needs` of a batch of any size, [T] or [N] on `device`, in micro-batches of `budget`.
+
+    routing: of the model, whose `experts`, int32 [T, M, k], are an output too; None = they are not
+    """
 
     def run(micro: Batch) -> dict[str, Tensor]:
-        return model.outputs(micro.to(device), needs)
+        found = model.outputs(micro.to(device), needs)
+        return found if routing is None else {**found, "experts": routing.token_experts.int()}  # NCCL has no int16
 
     return map_sharded(batch, run, budget, peers, padded=model.is_padded, stage=stage)
