@@ -146,14 +146,8 @@ def test_a_device_chosen_by_auto_that_is_an_npu_is_refused(monkeypatch: pytest.M
         compose_job(["+recipe=sft_demo", "adapter=lora", "device=auto", "model.quantization=int8"])
 
 
-def test_a_layer_that_is_quantized_cannot_be_trained_beside_the_adapter_nor_exported_in_codes(tmp_path: Path) -> None:
+def test_a_layer_that_is_quantized_cannot_be_trained_beside_the_adapter(tmp_path: Path) -> None:
     config = HfConfig(path=str(write_base(tmp_path / "base")), quantization="int8")
-    tokenizer = hf.tokenizer(config)
-    model = hf.build(config, tokenizer=tokenizer, device=CPU, seed=0, decide=Decisions())
-    model.save(tmp_path / "whole")  # without an adapter: its numbers, and no codes
-    plain = hf.build(
-        HfConfig(path=str(tmp_path / "whole")), tokenizer=tokenizer, device=CPU, seed=0, decide=Decisions()
-    )
-    torch.testing.assert_close(plain.outputs(batch(), LOGPROBS), model.outputs(batch(), LOGPROBS), atol=1e-5, rtol=0)
+    model = hf.build(config, tokenizer=hf.tokenizer(config), device=CPU, seed=0, decide=Decisions())
     with pytest.raises(SpecError, match=r"leave them or model\.quantization out"):
         lora.attach(LoraConfig(targets=("q_proj",), modules_to_save=("down_proj",)), model, decide=Decisions())

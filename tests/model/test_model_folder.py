@@ -231,7 +231,7 @@ def test_an_adapter_whose_weights_are_no_numbers_is_refused_by_name(
 
 OPD = ["+recipe=grpo_demo", "algorithm=opd", "reward=none", "init_from=null"]
 ROUTES = {  # by the option that names the folder
-    "model.path": [["infer", "model", "hi"], ["chat", "model"], ["serve", "model"], ["eval", "model", "data=demo"]],
+    "model.path": [["infer", "model", "hi"], ["chat", "model"], ["serve", "model"], ["eval", "model"]],
     "model.path of a job": [["+recipe=sft_demo", "model=hf", "model.path=model"]],
     "init_from": [["+recipe=sft_demo", "init_from=model"]],
     "algorithm.teacher": [[*OPD, "algorithm.teacher=model"]],
