@@ -28,8 +28,10 @@ from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack
 from runner.core.errors import SpecError
+from runner.core.metrics import Metrics
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.interfaces import Prompt, Request, Rollout
+from runner.interfaces.routing import ExpertCounts
 from runner.model import kv_cache
 from runner.model.causal_lm import CausalLM
 from runner.model.config import HfConfig, TinyConfig
@@ -38,7 +40,7 @@ from runner.model.router_replay import find_routers, replay_objection
 from runner.model.tiny import byte_tokenizer
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler
-from runner.trainer.learner import LocalLearner
+from runner.trainer.learner import DEAD_AFTER, LocalLearner
 from tests.model.zoo import LOGPROBS, SHAPE, gradients, module, relative, rows
 
 EXPERTS, TOP = 8, 3
@@ -325,6 +327,12 @@ def test_counts_are_of_the_routers_own_and_of_the_given_experts() -> None:
     assert isinstance(counts.idle, Tensor) and isinstance(model.inner, nn.Module)
 
 
+def local_learner(model: CausalLM) -> LocalLearner:
+    """A learner whose micro-batches have 30 tokens."""
+    how: dict[str, Any] = {"lr": 1.0, "factor": lambda _: 1.0, "clip_norm": None, "budget": 30, "seed": 0}
+    return LocalLearner(model, torch.optim.SGD(model.trainable().values()), device=model.device, prefix="policy", **how)
+
+
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("share", [True, False])
 def test_experts_of_the_old_pass_are_replayed_in_the_update(layout: str, share: bool) -> None:
@@ -334,10 +342,7 @@ def test_experts_of_the_old_pass_are_replayed_in_the_update(layout: str, share: 
     asked, drawn = noisy_rollouts(0.0)
     data = sampled_batch(asked, drawn, share)
     wanted, data = data.tokens["experts"], data.without_tokens("experts")
-    learner = LocalLearner(
-        model, torch.optim.SGD(model.trainable().values()), lr=1.0, factor=lambda _: 1.0, clip_norm=None, budget=30,
-        seed=0, device=torch.device("cpu"), prefix="policy",
-    )  # fmt: skip
+    learner = local_learner(model)
     old = learner.forward(data, LOGPROBS)
     known = wanted[:, 0, 0] >= 0
     assert (old["experts"][known].sort(-1).values == wanted[known].sort(-1).values).all()
@@ -355,3 +360,21 @@ def test_replay_of_the_old_pass_needs_one(workdir: Path) -> None:
     with pytest.raises(SpecError, match="makes no pass for old log-probabilities"):
         compose_job(words)
     compose_job([*words, "algorithm.mini_batches=2"])
+
+
+def test_an_expert_without_a_token_for_long_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    learner = local_learner(policy("qwen3_moe"))
+    counts = ExpertCounts.zeros(2, EXPERTS, torch.device("cpu"))
+    counts.tokens += 5
+    counts.chosen += 1
+    counts.chosen[1, 6] = 0
+    for _ in range(DEAD_AFTER - 1):
+        learner._report_experts(counts, metrics := Metrics())
+    assert metrics.result()["router/idle_experts"] == 1 and not caplog.messages
+    for _ in range(2):
+        learner._report_experts(counts, Metrics())
+    [said] = caplog.messages
+    assert (
+        f"1 experts of {2 * EXPERTS} got no token in {DEAD_AFTER} mini-batches, the first is expert 6 of layer 1"
+        in said
+    )
