@@ -8,6 +8,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from runner.algorithm import loss_registry
 from runner.spec.base import ITEM_COLUMNS, ComponentConfig, Dtype, Head, ItemKind, absolute_if_local
 
+OldLogprobsSource = Literal["itself", "sampler", "trainer"]
+
 
 class FrozenModelSpec(NamedTuple):
     """A frozen model that a config requests.
@@ -87,6 +89,11 @@ class AlgorithmConfig(ComponentConfig):
     def steps_ahead(self) -> int:
         """How far sampling runs ahead of training."""
         return 0
+
+    @property
+    def old_logprobs_source(self) -> OldLogprobsSource:
+        """Whose log-probabilities stand for the policy that a ratio is taken to; `itself` also without a ratio."""
+        return "itself"
 
     def needs_sampler_logprobs(self) -> bool:
         """Whether it needs the log-probabilities that the sampler reported, and not only to compare them."""

@@ -20,11 +20,12 @@ def hook_routers(spec: JobSpec, model: TrainableModel, decide: Decide) -> None:
     Raises SpecError where experts are to be replayed, and the model has none or routers that do not support it.
     """
     asked = spec.model.router_replay
-    if not find_routers(model.inner) and asked != "sampler":
+    needed = asked in ("sampler", "old")
+    if not find_routers(model.inner) and not needed:
         return
     unhooked = spec.model.router_objection(spec) or replay_objection(model.inner)
     reason = spec.model.replay_objection(spec) or unhooked
-    if reason and asked == "sampler":
+    if reason and needed:
         raise SpecError([Problem(OPTION, f"{reason}; type {OPTION}=off")])
     if unhooked:
         if spec.algorithm.needs_sampler and asked == "auto":
@@ -33,7 +34,8 @@ def hook_routers(spec: JobSpec, model: TrainableModel, decide: Decide) -> None:
     model.hook_routers()
     assert model.routing is not None
     differs = ", ".join(_differences(spec, model))
-    model.routing.replays = asked == "sampler" or (asked == "auto" and not reason and bool(differs))
+    replayed = asked == "auto" and not reason and bool(differs)
+    model.routing.replays = "old" if asked == "old" else "sampler" if asked == "sampler" or replayed else None
     if asked == "auto" and spec.algorithm.needs_sampler:
         value = "sampler" if model.routing.replays else "off"
         decide.record_fact(OPTION, value, reason or differs or "sampler and trainer are one model in float32")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+Replays = Literal["sampler", "old"]
 
 
 @dataclass(slots=True)
@@ -77,15 +79,20 @@ class ExpertCounts:
 class ExpertRouting(Protocol):
     """The routers of a model.
 
-    replays: whether they take the experts of a batch's channel `experts` (int16 [T, M, k], -1 = the router's own);
-    records: whether the experts of each pass are kept; counts_tokens: whether those of each pass are counted
+    replays: whose experts a batch's channel `experts` has (integers [T, M, k], -1 = the router's own), which routers
+    take: the sampler's, or those of the pass for the old log-probabilities; None = the channel is ignored;
+    records: whether the experts of each pass are kept for `last_experts`; counts_tokens: whether they are counted;
+    token_experts: of the last pass without gradient, int16 [T, M, k], where `replays` is old
     """
 
-    replays: bool
+    replays: Replays | None
     records: bool
+    token_experts: Tensor
     counts_tokens: bool
 
     def replay(self, forward: Callable[..., Any], *, experts: Tensor | None = None, **keywords: Any) -> Any: ...
+
+    def keep_token_experts(self, run: Callable[..., Tensor]) -> None: ...  # see `token_experts`
 
     def last_experts(self, rows: int, columns: int) -> Tensor: ...  # of the last pass, int16 [rows, columns, M, k]
 

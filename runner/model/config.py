@@ -60,10 +60,10 @@ class ModelConfig(ComponentConfig):
         description="Store the linear layers of the frozen decoder in 4 bits (nf4, by bitsandbytes) or 8 bits (int8); "
         "needs adapter=lora.",
     )
-    router_replay: Literal["auto", "off", "sampler"] = Field(
+    router_replay: Literal["auto", "off", "sampler", "old"] = Field(
         default="auto",
         description="Router replay: off = the routers choose experts in training; sampler = use those of each token "
-        "in sampling; auto = sampler where the two can differ.",
+        "in sampling; old = those of the pass for the old log-probabilities; auto = sampler where the two can differ.",
     )
     lm_head_chunk_tokens: int = Field(
         default=2048, ge=1, description="Tokens per chunk of the LM head; logits of one chunk exist at a time."
@@ -117,7 +117,7 @@ class ModelConfig(ComponentConfig):
             found.append(("model.compile", f"{reason}; leave it out"))
         if self.quantization is not None:
             found += [("model.quantization", text) for text in self._unquantizable(job)]
-        if self.router_replay == "sampler" and (reason := self.replay_objection(job)):
+        if self.router_replay in ("sampler", "old") and (reason := self.replay_objection(job)):
             found.append(("model.router_replay", f"{reason}; type model.router_replay=off"))
         if self.activation_offloading and not self.gradient_checkpointing:
             text = "offloads the inputs of recomputed layers; type model.gradient_checkpointing=true, or leave"
@@ -128,10 +128,13 @@ class ModelConfig(ComponentConfig):
         return found
 
     def replay_objection(self, job: Any) -> str | None:
-        """Why a job cannot replay the experts that its sampler used; None = it can, if its model has routers."""
+        """Why a job cannot replay the experts of `router_replay`; None = it can, if its model has routers."""
         if not job.algorithm.needs_sampler:
             return f"algorithm={job.algorithm.name} samples nothing"
-        if not job.sampler.shares_model:
+        if self.router_replay == "old":
+            if job.algorithm.old_logprobs_source != "trainer":
+                return "the trainer makes no pass for old log-probabilities, as with algorithm.mini_batches=2"
+        elif not job.sampler.shares_model:
             return f"sampler={job.sampler.name} does not return the experts of its tokens: {job.sampler.lacks_experts}"
         return self.router_objection(job)
 

@@ -54,6 +54,7 @@ from runner.model.model_folder import (
     read_adapter_config,
     read_header,
     read_json,
+    refuse_quantized,
 )
 from runner.model.peft_adapter import attach_adapter
 from runner.model.transformers_model import TransformersModel
@@ -146,8 +147,7 @@ def build(
         if admit is not None:
             admit(architecture)
         if scratch or device.type == "meta":
-            dtype = torch.float32 if scratch else kept
-            options = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
+            options = {"dtype": torch.float32 if scratch else kept, "trust_remote_code": config.trust_remote_code}
             module = init_with_seed(lambda: auto.from_config(architecture, **options), seed)
         else:
             module = init_with_seed(lambda: _load_pretrained(auto, path, key, config, architecture, kept, decide), seed)
@@ -231,11 +231,11 @@ def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
     """The model's config without entries that fetch code or pickles: attention kernels, odd weight files."""
     found = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
     refuse_other_kind(found, f"{key}={path}", head)
+    refuse_quantized(f"{key}={path}", getattr(found, "quantization_config", None))  # of a hub id
     found._attn_implementation = None  # transformers then takes the best of its own
     if head == "scalar":
         found.num_labels = 1
-    weights = getattr(found, "transformers_weights", None)
-    if weights and not str(weights).endswith(SAFE_ENDINGS):
+    if (weights := getattr(found, "transformers_weights", None)) and not str(weights).endswith(SAFE_ENDINGS):
         raise SecurityError(f"{key}={path}: its config names {weights} as weights; only safetensors are loaded")
     return found
 

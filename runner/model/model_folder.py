@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,14 +180,8 @@ def check_model_folder(folder: Path, key: str, *, needs_weights: bool = True) ->
             layers.update(int(number[1]) for number in LAYER.finditer(name))
             if len(tensor["shape"]) > 1 and tensor["dtype"] not in FLOATS:
                 dtypes.setdefault(tensor["dtype"], f"{name} in {shard.name}")
-    quantization = config.get("quantization_config")
-    if dtypes or quantization:
-        what = ", ".join(f"{where} is {dtype}" for dtype, where in dtypes.items())
-        method = f"quantization_config has {quantization.get('quant_method')}" if isinstance(quantization, dict) else ""
-        raise EnvironmentProblem(
-            f"{key}={folder} is quantized ({'; '.join(filter(None, (what, method)))}), which is not supported\n"
-            "  use the model in float32, bfloat16 or float16"
-        )
+    wrong = [f"{where} is {dtype}" for dtype, where in dtypes.items()]
+    refuse_quantized(f"{key}={folder}", config.get("quantization_config"), wrong)
     if (folder / INDEX).is_file():
         _check_index(folder / INDEX)
     text_config = config.get("text_config", config)
@@ -196,6 +190,19 @@ def check_model_folder(folder: Path, key: str, *, needs_weights: bool = True) ->
     if (absent := next((layer for layer in expected if layer not in layers), None)) is not None:
         text = f"{key}={folder} has no weights of layer {absent}; its config.json says that it has {count} layers"
         raise CheckpointError(f"{text}; {INCOMPLETE}")
+
+
+def refuse_quantized(source: str, quantization: object, wrong: Sequence[str] = ()) -> None:
+    """Raise EnvironmentProblem for the `quantization_config` of a model's config, or quantized tensors (`wrong`)."""
+    if not (quantization or wrong):
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    what = "; ".join([*wrong, *([f"quantization_config has {method}"] if method else [])])
+    hint = "; adapter=lora model.quantization=nf4|int8 quantizes that" if method == "bitsandbytes" else ""
+    raise EnvironmentProblem(
+        f"{source} is quantized ({what or quantization}), which is not supported\n"
+        f"  use the model that it was made of, in float32, bfloat16 or float16{hint}"
+    )
 
 
 def _check_index(path: Path) -> None:

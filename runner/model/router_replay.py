@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from runner.core.batch import Batch
-from runner.interfaces.routing import ExpertCounts, ExpertRouting
+from runner.interfaces.routing import ExpertCounts, ExpertRouting, Replays
 
 CHANNEL = "experts"  # of a batch: int16 [T, M, k], -1 where the router chooses itself
 
@@ -61,7 +61,9 @@ class RouterHooks:
         """
         self._routers = find_routers(inner)
         self._num_experts: int = self._routers[0].num_experts
-        self.replays = self.records = self.counts_tokens = False
+        self.replays: Replays | None = None
+        self.records = self.counts_tokens = False
+        self.token_experts = torch.empty(0)
         self._given: Tensor | None = None
         self._chosen: list[Tensor] = [torch.empty(0)] * len(self._routers)
         self._counts: ExpertCounts | None = None
@@ -76,6 +78,10 @@ class RouterHooks:
         """
         self._given = experts
         return forward(**keywords)
+
+    def keep_token_experts(self, run: Callable[..., Tensor]) -> None:
+        """Keep the experts of the last pass by the tokens of its batch; `run` lays a batch out, and undoes it."""
+        self.token_experts = run(lambda input_ids, **_: self.last_experts(*input_ids.shape))
 
     def last_experts(self, rows: int, columns: int) -> Tensor:
         """See `ExpertRouting`."""
@@ -96,7 +102,7 @@ class RouterHooks:
             with _GivenExperts(self._num_experts, given) as taken:
                 logits, weights, chosen = forward(hidden)
             own = taken.own
-        if self.records:
+        if self.records or self.replays == "old":
             self._chosen[layer] = chosen
         if self.counts_tokens:
             self._count(layer, logits.detach(), chosen, own, given)
@@ -175,8 +181,21 @@ class WithRouters:
             self.inner.expert_routing = RouterHooks(self.inner, is_compiled=self._compiled is not None)
         return None
 
+    def with_routing(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`run` of a forward pass, whose routers take the batch's experts; see `token_experts`."""
+        if (routing := self.routing) is None:
+            return run
+
+        def run_routed(forward: Callable[..., Tensor]) -> Tensor:
+            found = run(partial(routing.replay, forward))
+            if routing.replays == "old" and not torch.is_grad_enabled():
+                routing.keep_token_experts(run)
+            return found
+
+        return run_routed
+
     def drop_unused_experts(self, batch: Batch) -> Batch:
         """The batch without the experts of another model, which this one does not replay."""
-        if CHANNEL not in batch.tokens or (self.routing is not None and self.routing.replays):
+        if CHANNEL not in batch.tokens or (self.routing is not None and self.routing.replays is not None):
             return batch
         return batch.without_tokens(CHANNEL)

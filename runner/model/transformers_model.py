@@ -389,11 +389,10 @@ class TransformersModel(SharedByAdapters, WithRouters):
     def _forward_tokens(self, forward: batch_layout.ForwardFn, tokens: BatchTokens) -> Tensor:
         """Output of `forward` for each of this rank's tokens, [W, H]. Raises SpecError for a too long row."""
         check_row_length(int(tokens.batch.structure.tokens["positions"].max()) + 1, self.length_limit)
-        forward = forward if self.routing is None else partial(self.routing.replay, forward)
         run = partial(batch_layout.run_padded, batch=tokens.batch)
         if not self.is_padded:
             run = partial(tokens.run, kernel=self._kernel)
-        return self.stage.run_local(run, forward)
+        return self.stage.run_local(self.with_routing(run), forward)
 
     def _pipeline_placeholder(self, batch: Batch) -> Tensor:
         """An empty tensor [0] of a stage that is not the last; its backward pass begins here."""

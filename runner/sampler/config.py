@@ -35,7 +35,7 @@ class VllmSamplerConfig(SamplingConfig):
 
     factory: ClassVar[str] = "runner.sampler.vllm.build:build"
     engine: ClassVar[bool] = True
-    lacks_experts: ClassVar[str] = "vLLM 0.32 needs Triton for it (Model Runner V2), which its CPU build lacks"
+    lacks_experts: ClassVar[str] = "vLLM 0.32 returns them with its Model Runner V2 alone, which is not used"
     name: Literal["vllm"] = "vllm"
     tensor_parallel_size: int = Field(
         default=1, ge=1, description="Devices per engine (tensor parallel); needs launch.samplers."

@@ -130,7 +130,8 @@ class TorchSampler:
     @property
     def _recorder(self) -> RecordExperts[RunningSequence] | None:
         """What keeps the experts of each answer, where they are replayed."""
-        return _record_experts if self._model.routing is not None and self._model.routing.replays else None
+        routing = self._model.routing
+        return _record_experts if routing is not None and routing.replays == "sampler" else None
 
     def _sequence(self, request: Request, number: int = 0) -> RunningSequence:
         limit = answer_limit(request, self.max_new_tokens, self._writer.length_limit)

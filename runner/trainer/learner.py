@@ -118,11 +118,19 @@ class LocalLearner:
 
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
-        """Score a batch of any size without gradient and without dropout; [T] outputs on the learner's device."""
+        """Score a batch of any size without gradient and without dropout; [T] outputs on the learner's device.
+
+        Where the update replays its experts, `experts` [T, M, k] is one of the outputs.
+        """
         self.model.eval()
+        routing = self.model.routing
+        replayed = routing if routing is not None and routing.replays == "old" else None
 
         def run(micro: Batch) -> Outputs:
-            return self.model.outputs(micro.to(self._device), needs)
+            found = self.model.outputs(micro.to(self._device), needs)
+            if replayed is None:
+                return found
+            return {**found, "experts": replayed.token_experts.int()}  # NCCL has no int16
 
         with self._during():
             return map_sharded(batch, run, self._budget, self._peers, padded=self.model.is_padded, stage=self._stage)

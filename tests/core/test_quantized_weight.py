@@ -2,7 +2,8 @@
 
 from copy import deepcopy
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import cast, get_args
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
-from runner.core.errors import SpecError
+from runner.core.device_kinds import NPU
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.core.quantized_weight import QuantizedWeight, Scheme, quantize_weight
+from runner.device.config import NpuConfig
 from runner.model import hf
 from runner.model.config import HfConfig
+from runner.model.initial_weights import quantize_layers
 from tests.inference.model_folders import write_base
 from tests.model.zoo import CPU, LOGPROBS, batch
 
@@ -111,6 +115,9 @@ def test_a_model_trains_and_evaluates_in_turn_and_its_merge_computes_the_same(sc
         torch.testing.assert_close(merged.outputs(batch(), LOGPROBS)["logprobs"], wanted, atol=1e-5, rtol=1e-5)
 
 
+SERVED = ["+recipe=grpo_demo", "init_from=null", "adapter=lora", "sampler=server"]
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -118,8 +125,29 @@ def test_a_model_trains_and_evaluates_in_turn_and_its_merge_computes_the_same(sc
         (["+recipe=sft_demo", "adapter=lora", "adapter.dora=true"], "leave adapter.dora out"),
         (["+recipe=sft_demo", "adapter=lora", "parallelism=fsdp", "launch.devices=2"], "type parallelism=ddp"),
         (["+recipe=sft_demo", "adapter=lora", "device=npu"], "has no kernels for an NPU"),
+        (["+recipe=sft_demo", "init_from=null", "adapter=none"], "type adapter=lora, or leave model.quantization out"),
+        (
+            [*SERVED, "sampler.url=http://localhost:1", "sampler.weight_sync=adapter"],
+            "the server's base is not quantized",
+        ),
     ],
 )
 def test_jobs_that_cannot_have_a_quantized_base_are_refused(words: list[str], why: str, workdir: Path) -> None:
     with pytest.raises(SpecError, match=why):
         compose_job([*words, "model.quantization=int8"])
+
+
+def test_a_device_chosen_by_auto_that_is_an_npu_is_refused(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"not supported on an NPU \(chosen by device=auto\)"):
+        npu = cast("torch.device", SimpleNamespace(type=NPU.name))  # torch has none without torch_npu
+        quantize_layers(nn.Linear(2, 2), npu, "int8", Decisions())
+    monkeypatch.setattr("runner.device.config.AutoConfig._likely_device", lambda _: NpuConfig())
+    with pytest.raises(SpecError, match="no kernels for an NPU; leave it out: LoRA on a bfloat16 base"):
+        compose_job(["+recipe=sft_demo", "adapter=lora", "device=auto", "model.quantization=int8"])
+
+
+def test_a_layer_that_is_quantized_cannot_be_trained_beside_the_adapter(tmp_path: Path) -> None:
+    config = HfConfig(path=str(write_base(tmp_path / "base")), quantization="int8")
+    model = hf.build(config, tokenizer=hf.tokenizer(config), device=CPU, seed=0, decide=Decisions())
+    with pytest.raises(SpecError, match=r"leave them or model\.quantization out"):
+        lora.attach(LoraConfig(targets=("q_proj",), modules_to_save=("down_proj",)), model, decide=Decisions())

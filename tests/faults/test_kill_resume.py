@@ -49,6 +49,7 @@ JOBS = {
     "full": SFT,
     "full, saved in the background": (*SFT, "checkpoint.asynchronous=true"),
     "lora with dropout": (*SFT, "adapter=lora", "adapter.dropout=0.1"),
+    "lora on nf4": (*SFT, "adapter=lora", "model.quantization=nf4"),
     "dpo": ("+recipe=dpo_demo", "init_from=null"),
     "dpo, cached reference": ("+recipe=dpo_demo", "init_from=null", "algorithm.reference=cached"),
     "grpo": ("+recipe=grpo_demo", *SAMPLED),
@@ -67,7 +68,7 @@ IMAGES = (
     *(word for word in SMALL if not word.startswith(("data.", "evaluation.max"))),
     "evaluation.max_new_tokens=12",
 )
-SLOW = ("full, saved in the background", "grpo, lag 1", "opd, lag 1")
+SLOW = ("lora on nf4", "full, saved in the background", "grpo, lag 1", "opd, lag 1")
 RESUME = ("resume", "latest")
 DEADLINE_S = 180.0  # machines may be busy
 

@@ -229,6 +229,38 @@ def test_an_adapter_whose_weights_are_no_numbers_is_refused_by_name(
     assert f"NaN or infinity: {name} (1 numbers)" in capfd.readouterr().err
 
 
+OPD = ["+recipe=grpo_demo", "algorithm=opd", "reward=none", "init_from=null"]
+ROUTES = {  # by the option that names the folder
+    "model.path": [["infer", "model", "hi"], ["chat", "model"], ["serve", "model"], ["eval", "model"]],
+    "model.path of a job": [["+recipe=sft_demo", "model=hf", "model.path=model"]],
+    "init_from": [["+recipe=sft_demo", "init_from=model"]],
+    "algorithm.teacher": [[*OPD, "algorithm.teacher=model"]],
+    "algorithm.reference_path": [["+recipe=dpo_demo", "init_from=null", "algorithm.reference_path=model"]],
+    "reward.path": [["+recipe=grpo_demo", "init_from=null", "reward=model", "reward.path=model"]],
+}
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "compressed-tensors", "gptq", "awq", "fp8"])
+@pytest.mark.parametrize("option", ROUTES)
+def test_a_quantized_source_is_refused_by_name_on_every_route(
+    option: str,
+    method: str,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    edit(shutil.copytree(base, tmp_path / "model") / "config.json", quantization_config={"quant_method": method})
+    for words in ROUTES[option]:
+        job = ["tracker=none", "data.items=64", "data.held_out=8", "steps=1"] if "=" in words[0] else []
+        assert main([*words, *job]) == 2, words
+        shown = capfd.readouterr().err
+        assert f"{option.split()[0]}=" in shown and f"quantization_config has {method}" in shown, shown
+        assert "use the model that it was made of" in shown and "Traceback" not in shown
+        assert ("model.quantization=nf4" in shown) == (method == "bitsandbytes")
+
+
 @pytest.mark.slow
 def test_missing_weights_are_seen_before_torch_is_imported(base: Path, tmp_path: Path) -> None:
     no_weights(shutil.copytree(base, tmp_path / "model"))

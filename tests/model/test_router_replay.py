@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,14 @@ from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
 from runner.algorithm.policy.importance import sampler_mismatch
 from runner.algorithm.rollouts import Group, RolloutSample, expert_channel
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack
 from runner.core.errors import SpecError
+from runner.core.metrics import Metrics
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.interfaces import Prompt, Request, Rollout
+from runner.interfaces.routing import ExpertCounts
 from runner.model import kv_cache
 from runner.model.causal_lm import CausalLM
 from runner.model.config import HfConfig, TinyConfig
@@ -36,6 +40,7 @@ from runner.model.router_replay import find_routers, replay_objection
 from runner.model.tiny import byte_tokenizer
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler
+from runner.trainer.learner import DEAD_AFTER, LocalLearner
 from tests.model.zoo import LOGPROBS, SHAPE, gradients, module, relative, rows
 
 EXPERTS, TOP = 8, 3
@@ -76,7 +81,7 @@ def policy(family: str, double: bool = False, **options: Any) -> CausalLM:
     made = transformers_model(family, double)
     model = CausalLM(made, byte_tokenizer(512), TinyConfig(**options), seed=0, decide=Decisions())
     assert model.hook_routers() is None and model.routing is not None
-    model.routing.replays = True
+    model.routing.replays = "sampler"
     return model
 
 
@@ -196,7 +201,7 @@ def policy_with_frozen_routers() -> CausalLM:
     config = HfConfig(path="/nowhere", freeze=("router",))
     model = CausalLM(transformers_model("qwen3_moe"), byte_tokenizer(512), config, seed=0, decide=Decisions())
     assert model.hook_routers() is None and model.routing is not None
-    model.routing.replays = True
+    model.routing.replays = "sampler"
     return model
 
 
@@ -232,7 +237,7 @@ def noisy_rollouts(scale: float, make_decoder: Any = None) -> tuple[list[Request
     add_noise(model, scale)
     model.hook_routers()
     assert model.routing is not None
-    model.routing.replays = True
+    model.routing.replays = "sampler"
     asked = [
         Request(tuple(p), 10 * at + k, 6 + at + 3 * k, at, raw=True) for at, p in enumerate(PROMPTS) for k in (0, 1)
     ]
@@ -320,3 +325,56 @@ def test_counts_are_of_the_routers_own_and_of_the_given_experts() -> None:
     wanted = (EXPERTS * share * plain.probability / data.num_tokens).sum(1).mean()
     assert found["router/load_balance_loss"] == pytest.approx(float(wanted))
     assert isinstance(counts.idle, Tensor) and isinstance(model.inner, nn.Module)
+
+
+def local_learner(model: CausalLM) -> LocalLearner:
+    """A learner whose micro-batches have 30 tokens."""
+    how: dict[str, Any] = {"lr": 1.0, "factor": lambda _: 1.0, "clip_norm": None, "budget": 30, "seed": 0}
+    return LocalLearner(model, torch.optim.SGD(model.trainable().values()), device=model.device, prefix="policy", **how)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("share", [True, False])
+def test_experts_of_the_old_pass_are_replayed_in_the_update(layout: str, share: bool) -> None:
+    model = policy("mild", batch_layout=layout)
+    assert model.routing is not None
+    model.routing.replays = "old"
+    asked, drawn = noisy_rollouts(0.0)
+    data = sampled_batch(asked, drawn, share)
+    wanted, data = data.tokens["experts"], data.without_tokens("experts")
+    learner = local_learner(model)
+    old = learner.forward(data, LOGPROBS)
+    known = wanted[:, 0, 0] >= 0
+    assert (old["experts"][known].sort(-1).values == wanted[known].sort(-1).values).all()
+    with torch.no_grad():
+        for router in find_routers(model.inner):  # as an update moves them
+            router.weight.add_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(1)))
+        own = model.outputs(data, LOGPROBS)["logprobs"]
+        replayed = model.outputs(replace(data, tokens={**data.tokens, "experts": old["experts"]}), LOGPROBS)["logprobs"]
+    torch.testing.assert_close(learner.forward(data, LOGPROBS)["logprobs"], own, atol=1e-5, rtol=0)
+    assert (replayed - old["logprobs"]).abs().mean() < (own - old["logprobs"]).abs().mean()
+
+
+def test_replay_of_the_old_pass_needs_one(workdir: Path) -> None:
+    words = ["+recipe=grpo_demo", "init_from=null", "model=tiny_moe", "model.router_replay=old"]
+    with pytest.raises(SpecError, match="makes no pass for old log-probabilities"):
+        compose_job(words)
+    compose_job([*words, "algorithm.mini_batches=2"])
+
+
+def test_an_expert_without_a_token_for_long_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    learner = local_learner(policy("qwen3_moe"))
+    counts = ExpertCounts.zeros(2, EXPERTS, torch.device("cpu"))
+    counts.tokens += 5
+    counts.chosen += 1
+    counts.chosen[1, 6] = 0
+    for _ in range(DEAD_AFTER - 1):
+        learner._report_experts(counts, metrics := Metrics())
+    assert metrics.result()["router/idle_experts"] == 1 and not caplog.messages
+    for _ in range(2):
+        learner._report_experts(counts, Metrics())
+    [said] = caplog.messages
+    assert (
+        f"1 experts of {2 * EXPERTS} got no token in {DEAD_AFTER} mini-batches, the first is expert 6 of layer 1"
+        in said
+    )

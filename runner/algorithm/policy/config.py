@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
-from runner.algorithm.base import FrozenModelSpec, ReferenceBasedConfig, TeacherBasedConfig
+from runner.algorithm.base import FrozenModelSpec, OldLogprobsSource, ReferenceBasedConfig, TeacherBasedConfig
 from runner.algorithm.loss_registry import RegisteredFunction, functions, selected_function, with_options
 from runner.spec.base import Head, ItemKind
 
@@ -138,7 +138,7 @@ class PolicyConfig(ReferenceBasedConfig):
         return self.resolved_options.kl_in if self.has_kl else None
 
     @property
-    def old_logprobs_source(self) -> Literal["itself", "sampler", "trainer"]:
+    def old_logprobs_source(self) -> OldLogprobsSource:
         """Whose log-probabilities stand for the policy that the ratio is taken to.
 
         itself: there is one update per step, so the policy has not moved and the ratio is 1; sampler: what it

@@ -174,6 +174,8 @@ class PolicyOptimization:
             scored = batch if role == "policy" else batch.without_tokens("experts")
             found = models[role].forward(scored, frozenset(channels.values()))
             batch = with_tokens(batch, **{channel: found[output] for channel, output in channels.items()})
+            if (experts := found.get("experts")) is not None:  # of the pass for `old`, which the update replays
+                batch = replace(batch, tokens={**batch.tokens, "experts": experts})
         return batch if config.correction == "none" else self._add_importance_weights(batch)
 
     def _add_importance_weights(self, batch: Batch) -> Batch:

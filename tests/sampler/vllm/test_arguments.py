@@ -63,7 +63,10 @@ def test_matching_the_trainer_is_options_of_a_release_that_has_them() -> None:
         (["sampler.match=fp32_head"], "the whole engine computes in float32"),
         (["sampler.match=fp32_head", "model.dtype=bfloat16"], "type model.head_dtype=float32 as well"),
         (["sampler.match=batch_invariant", "model.dtype=bfloat16"], "no batch-invariant kernels for device=cpu"),
-        (["init_from=null", "model=tiny_moe", "model.router_replay=sampler"], "its CPU build lacks; type model.router"),
+        (
+            ["init_from=null", "model=tiny_moe", "model.router_replay=sampler"],
+            "Runner V2 alone, which is not used; type model.router",
+        ),
     ],
 )
 def test_a_preset_that_has_no_effect_is_refused(words: list[str], wrong: str) -> None:
