@@ -30,7 +30,8 @@ import torch
 from torch import distributed
 
 from runner.algorithm.sft import CrossEntropy
-from runner.build.components import build_device, build_learner, build_model, build_tokenizer
+from runner.build.components import build_device, build_model, build_tokenizer
+from runner.build.learners import build_learner
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack, with_totals

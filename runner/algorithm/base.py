@@ -92,7 +92,7 @@ class AlgorithmConfig(ComponentConfig):
 
     @property
     def old_logprobs_source(self) -> OldLogprobsSource:
-        """Whose log-probabilities stand for the policy that a ratio is taken to; `itself` also without a ratio."""
+        """Whose log-probabilities are the denominator of the ratio; `itself` also without a ratio."""
         return "itself"
 
     def needs_sampler_logprobs(self) -> bool:

@@ -27,7 +27,7 @@ attend_uncompiled = torch.compiler.disable(attend_by_rows)  # with dropout, whic
 
 @cache
 def define_operator() -> None:
-    """Define `torch.ops.runner.packed_attention` and its backward pass; see `PackedRows` for their arguments."""
+    """Define `torch.ops.runner.packed_attention` and its backward pass; arguments: see `PackedRows`."""
     torch.library.define(OPERATOR, f"({INPUTS}) -> Tensor")
     torch.library.impl(OPERATOR, "CompositeExplicitAutograd", _attend)
     torch.library.register_fake(OPERATOR, _attend_fake)

@@ -193,7 +193,7 @@ def check_model_folder(folder: Path, key: str, *, needs_weights: bool = True) ->
 
 
 def refuse_quantized(source: str, quantization: object, wrong: Sequence[str] = ()) -> None:
-    """Raise EnvironmentProblem for the `quantization_config` of a model's config, or quantized tensors (`wrong`)."""
+    """Raise EnvironmentProblem for a config's `quantization_config`, or quantized tensors (`wrong`)."""
     if not (quantization or wrong):
         return
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None

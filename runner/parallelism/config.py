@@ -23,6 +23,26 @@ class ParallelismConfig(ComponentConfig):
         """Timeout in seconds of collectives; None for a single process."""
         return None
 
+    @property
+    def context_style(self) -> Literal["ulysses", "ring"] | None:
+        """The context-parallel backend; None = chosen by the job."""
+        return None
+
+    @property
+    def stage_chunks(self) -> int:
+        """Number of virtual stages on each pipeline rank."""
+        return 1
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards and the optimizer's step are in host memory."""
+        return False
+
+    @property
+    def reshards(self) -> bool:
+        """Whether a layer's gathered weights are freed after its forward pass."""
+        return False
+
     def divisibility_problems(self, mesh: Mesh, sizes: Sizes) -> list[Problem]:
         """Sizes of a model that the mesh does not divide, with sizes that fit."""
         return []
@@ -113,6 +133,14 @@ class MeshConfig(MultiProcessConfig):
         description="Virtual stages per pp rank; above 1 = interleaved 1F1B: smaller bubble, more communication.",
     )
 
+    @property
+    def context_style(self) -> Literal["ulysses", "ring"] | None:
+        return self.cp_backend
+
+    @property
+    def stage_chunks(self) -> int:
+        return self.pp_virtual_stages
+
     def mesh(self, world: int) -> Mesh:
         """See `ParallelismConfig`."""
         own = f"parallelism={self.name}"
@@ -176,6 +204,14 @@ class ShardedConfig(MeshConfig):
         default=False,
         description="Keep shards and optimizer state in host memory and step there: less device memory, slow.",
     )
+
+    @property
+    def offloads(self) -> bool:
+        return self.cpu_offload
+
+    @property
+    def reshards(self) -> bool:
+        return self.reshard_after_forward
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)

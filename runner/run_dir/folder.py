@@ -249,7 +249,7 @@ def find_trained_run(where: str, outputs: Path = OUTPUTS) -> tuple[RunFolder, Ru
 
 
 def hold_lock(folder: RunFolder) -> FileLock:
-    """Lock the run's folder for this process: for a `with` block, until it is released or the process ends.
+    """Lock the run's folder for this process: for a `with` block, until its release or the process's end.
 
     Raises EnvironmentProblem if another process has the lock, StorageError.
     """

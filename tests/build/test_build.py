@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from runner.build import components
 from runner.build.components import (
     build_device,
-    build_learner,
     build_model,
     build_tokenizer,
     compare_tokenizers,
@@ -25,6 +24,7 @@ from runner.build.components import (
 )
 from runner.build.data import build_data
 from runner.build.job import _experience_queue
+from runner.build.learners import build_learner
 from runner.build.rewards import refuse_missing_columns
 from runner.build.samplers import _report_padding
 from runner.cli.job_builder import compose_job

@@ -47,7 +47,7 @@ from runner.trainer.loop import ExperienceQueue, TrainingJob
 
 
 class RecordingLearner(LocalLearner):
-    """A learner that goes on as the given one, and fills `prints` during its first step.
+    """A learner that continues the given one, and fills `prints` during its first step.
 
     likelihood: Σ −logprobs of the tokens trained on in this step (of all where it learns none), and how many they were;
         where a loss needs logprobs

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from runner.core.errors import Problem, SpecError
 from runner.model.flops import MatmulWeights, ModelFlops, attention_widths, is_expert, matmul_weights, vision_weights
-from runner.parallelism.config import MeshConfig, ParallelismConfig, ShardedConfig
+from runner.parallelism.config import ParallelismConfig
 from runner.parallelism.expert_parallel import refuse_adapters
 from runner.parallelism.mesh import Mesh, model_sizes
 from runner.parallelism.pipeline_parallel import num_warmup_forwards, split_layers
@@ -166,16 +166,15 @@ def rank_layout(config: ParallelismConfig, world: int, architecture: Any) -> Ran
     if found := config.divisibility_problems(mesh, model_sizes(architecture)):
         raise SpecError(found)
     heads = architecture.get_text_config().num_attention_heads // mesh.tp
-    style, chunks = (config.cp_backend, config.pp_virtual_stages) if isinstance(config, MeshConfig) else (None, 1)
-    pieces = mesh.dp_shard_cp_size if config.shards else 1
+    style, pieces = config.context_style, mesh.dp_shard_cp_size if config.shards else 1
     return RankLayout(
         mesh=mesh,
         pieces=pieces,
         experts=max(pieces, mesh.ep),
-        chunks=chunks,
+        chunks=config.stage_chunks,
         ring=style == "ring" or (style is None and heads % mesh.cp > 0),
-        offloaded=isinstance(config, ShardedConfig) and config.cpu_offload,
-        resharded=isinstance(config, ShardedConfig) and config.reshard_after_forward,
+        offloaded=config.offloads,
+        resharded=config.reshards,
     )
 
 

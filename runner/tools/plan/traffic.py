@@ -71,7 +71,10 @@ def sent_bytes_by_purpose(
     tokens: int,
     cuts: int,
 ) -> dict[str, int]:
-    """What one rank sends in a step; without what takes none. models: those that learn; cuts: micro-batches."""
+    """Bytes that one rank sends in a step, by purpose.
+
+    models: those that learn; cuts: micro-batches
+    """
     mesh, inner, size, layers = spread.mesh, shape.get_text_config(), compute_dtype(spec).itemsize, len(stage.layers)
     hidden = tokens * inner.hidden_size * size // mesh.cp  # bytes of the hidden states of this rank's tokens
     passes = 3 if spec.model.gradient_checkpointing else 2  # forward, backward, and forward where it is recomputed
@@ -95,8 +98,11 @@ def sent_bytes_by_purpose(
 
 
 def _sharding_bytes(model: ModelWeights, spread: RankLayout, stage: StageLayout, cuts: int, size: int) -> int:
-    """Layers in pieces are gathered for the forward and, if freed, again for the backward pass, in each micro-batch;
-    gradients are summed into pieces, and between copies once. The same of experts beside being shared out."""
+    """What layers and experts in pieces take.
+
+    They are gathered for the forward and, if freed, again for the backward pass, in each micro-batch; gradients are
+    summed into pieces, and between copies once.
+    """
     mesh, times = spread.mesh, 2 if spread.resharded else 1
     part, r = spread.stage_parts(model, stage), mesh.dp_cp_size // spread.pieces
     plain, experts = part.plain, part.experts
