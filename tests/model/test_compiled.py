@@ -118,7 +118,8 @@ def test_whole_layers_are_a_few_graphs_for_ragged_batches(
     with torch.no_grad():
         for data in batches:
             model.outputs(data, LOGPROBS)
-    assert 1 <= trained <= 3 and 1 <= counters["stats"]["unique_graphs"] - trained <= 3
+    most = 4 if kind == "qwen3_moe" and way == 2 else 3  # two kinds of layers, either recomputed or not
+    assert 1 <= trained <= most and 1 <= counters["stats"]["unique_graphs"] - trained <= most
     assert not counters["graph_break"]
 
 
