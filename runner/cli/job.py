@@ -230,6 +230,7 @@ def export(args: Namespace) -> int:
             merge=args.merge,
             check=args.check,
             other=args.other,
+            quantize=args.quantize,
         )
         target, what = done.folder, f"{describe_source(source)}, step {done.step}"
         checked = f"check    {done.check}" if done.check else "check    none (--check compares the folder with the run)"
@@ -258,6 +259,8 @@ def _check_export(args: Namespace, source: ModelSource) -> None:
         raise UsageError(f"--push {args.push}: expected hub:OWNER/NAME or modelscope:OWNER/NAME")
     if args.other and args.check is False:
         raise UsageError("--with checks the export, and --no-check does not; leave one of them out")
+    if args.quantize and (source.kind != "run" or not args.other):
+        raise UsageError("--quantize is for a run, and needs the environment of llmcompressor: --with ENV")
     if source.kind == "run":
         if args.adapter or args.combine:
             raise UsageError("--adapter and --combine need a base, not a run; type run export BASE --adapter FOLDER")

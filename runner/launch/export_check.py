@@ -115,14 +115,7 @@ def _compare_answers(
 ) -> ExportCheck:
     """See `check_export`; each prompt with its image or None; base: the folder to load an adapter onto."""
     prompts = [prompt for prompt, _ in asked]
-    ids = [prompt_ids(model.tokenizer, prompt, style, images=[image] if image else []) for prompt, image in asked]
-    config = TorchSamplerConfig(top_k=1, max_new_tokens=MAX_NEW_TOKENS)  # the likeliest tokens
-    sampler = ShorteningSampler(TorchSampler(config, model, decide=Decisions()))
-    requests = [
-        Request(tuple(prompt), seed=0, max_new_tokens=MAX_NEW_TOKENS, group=at) for at, prompt in enumerate(ids)
-    ]
-    answers = [list(answer.ids) for answer in sampler.sample(requests)]  # with the end token: none is empty
-    logprobs = _logprobs(model, ids, answers)
+    ids, answers, logprobs = _own_answers(model, asked, style)
     expected = list(zip(prompts, ids, answers, logprobs, strict=True))
     dtype = str(model.compute_dtype).removeprefix("torch.")
     stacks, largest = list[str](), 0.0
@@ -140,6 +133,41 @@ def _compare_answers(
             if dtype == "float32" and theirs["greedy_ids"] != answer:
                 raise _unlike(stack, f"the greedy completion of {prompt!r} has other tokens")
     return ExportCheck(len(prompts), sum(map(len, answers)), largest, " and ".join(stacks))
+
+
+def check_quantized(
+    model: GenerativeModel, folder: Path, prompts: Sequence[str], style: PromptStyle, python: Path, largest: float
+) -> str:
+    """Compare an export in few bits, loaded by `python`, with its model, whose answers both score; the result in words.
+
+    Raises ParityError where the mean difference of log-probabilities is above `largest`, in nats.
+    """
+    asked: list[tuple[str, Path | None]] = [(prompt, None) for prompt in prompts]
+    ids, answers, logprobs = _own_answers(model, asked, style)
+    stack, found = _generate_from_folder(str(python), model, folder, asked, ids, answers, style, None)
+    diffs = [
+        abs(a - b) for own, one in zip(logprobs, found, strict=True) for a, b in zip(own, one["logprobs"], strict=True)
+    ]
+    same = sum(one["greedy_ids"] == answer for one, answer in zip(found, answers, strict=True))
+    mean = sum(diffs) / len(diffs)
+    if not mean <= largest:
+        raise _unlike(stack, f"log-probabilities differ by {mean:.2g} per token, more than {largest:g}")
+    text = f"{same} of {len(prompts)} greedy answers are the same, log-probabilities differ by {mean:.1e} per token"
+    return f"{text}, at most {largest:g} ({stack})"
+
+
+def _own_answers(
+    model: GenerativeModel, asked: Sequence[tuple[str, Path | None]], style: PromptStyle
+) -> tuple[list[list[int]], list[list[int]], list[list[float]]]:
+    """The ids of prompts, the model's greedy answers, and log p of each of their tokens."""
+    ids = [prompt_ids(model.tokenizer, prompt, style, images=[image] if image else []) for prompt, image in asked]
+    config = TorchSamplerConfig(top_k=1, max_new_tokens=MAX_NEW_TOKENS)  # the likeliest tokens
+    sampler = ShorteningSampler(TorchSampler(config, model, decide=Decisions()))
+    requests = [
+        Request(tuple(prompt), seed=0, max_new_tokens=MAX_NEW_TOKENS, group=at) for at, prompt in enumerate(ids)
+    ]
+    answers = [list(answer.ids) for answer in sampler.sample(requests)]  # with the end token: none is empty
+    return ids, answers, _logprobs(model, ids, answers)
 
 
 def _unlike(stack: str, why: str) -> ParityError:

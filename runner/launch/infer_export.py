@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runner.core.device_kinds import NPU
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import ChatConfig
 from runner.data.examples import PromptExample, user_message
@@ -61,14 +62,18 @@ def export(
     merge: bool = False,
     check: bool | None = None,
     other: Path | None = None,
+    quantize: str | None = None,
 ) -> ExportResult:
     """Write a Hugging Face folder or a PEFT adapter from a checkpoint.
 
     Without `out` it is written to the run's folder, which must not be running: export/ for the newest checkpoint,
     export-step-N/ for a named one. merge: write an adapter merged into its base, to a folder with -merged. check:
     compare the folder with the run's model (see `check_export`); None = if its weights are below 2 GB, or with `other`,
-    the Python of another environment that is to load the folder too.
+    the Python of another environment that is to load the folder too; quantize: write it in few bits too, by the
+    llmcompressor of `other`.
     """
+    if quantize == "w4a16" and spec.device.kind is NPU:
+        raise EnvironmentProblem("--quantize w4a16: vllm-ascend reads it of experts alone\n  type --quantize w8a8")
     from runner.interfaces import as_generative
     from runner.launch.export_check import LARGEST_CHECKED, check_export, run_prompts
 
@@ -89,6 +94,11 @@ def export(
             prompts = run_prompts(folder, model.tokenizer, style, spec.chat)
             check_folder = partial(check_export, generative, prompts=prompts, style=style, other=other)
         found = write_export(model, target, spec, facts, check_folder)
+        if quantize is not None and other is not None:
+            from runner.launch.quantized_export import write_quantized_export
+
+            prompts = run_prompts(folder, model.tokenizer, style, spec.chat)
+            target, found = write_quantized_export(generative, target, quantize, other, prompts, style)
     return ExportResult(target, loaded.step, found)
 
 

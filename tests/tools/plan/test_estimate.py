@@ -174,6 +174,28 @@ def test_an_engine_without_room_for_an_answer_does_not_fit(compose: Any) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "card", "more", "frozen_gib"),
+    [
+        ("Qwen/Qwen3-8B", "910B", ("device=npu",), 15.3),  # 2 bytes for each of 8.19 billion numbers
+        ("Qwen/Qwen3-8B", "H100", ("device=cuda",), 15.3),
+        ("Qwen/Qwen3-32B", "910B", ("device=npu",), 61.0),
+        ("Qwen/Qwen3-32B", "H100", ("device=cuda",), 61.0),
+        # 68.5 billion numbers in layers, each of 4 bits and 1/64 of a float32 scale; 2.1 in embedding and head
+        ("meta-llama/Llama-3.1-70B", "H100", ("device=cuda", "model.quantization=nf4"), 39.8),
+    ],
+)
+def test_what_lora_of_published_models_keeps_on_one_card(
+    compose: Any, model: str, card: str, more: tuple[str, ...], frozen_gib: float
+) -> None:
+    plan = estimate(compose("+recipe=sft_npu", *ONE, f"model.path={model}", *more), CARDS[card])
+    assert terms(plan, "update")["frozen weights"] / GIB == pytest.approx(frozen_gib, rel=0.01)
+    large = model == "Qwen/Qwen3-32B"
+    wanted = ("does not fit" if card == "910B" else "may fit") if large else "fits"
+    assert fit_verdict(plan, CARDS[card]) in (wanted, "may fit" if "model.quantization=nf4" in more else wanted)
+
+
+@pytest.mark.slow
 def test_what_samplers_read_is_what_a_step_changes(compose: Any) -> None:
     words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "launch.samplers=1", "adapter=lora", "algorithm.lag=1")
     merged, alone = (estimate(compose(*words, f"sampler.weight_sync={way}"), TOY) for way in ("merged", "adapter"))

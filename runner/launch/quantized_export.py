@@ -1,0 +1,58 @@
+"""Writes an export in 8 or 4 bits beside the export itself, by llmcompressor in an environment of its own.
+
+export/ ─llmcompressor_guest.py─▶ .export-w8a8.<hex>/ ─ answers compared ─ rename ─▶ export-w8a8/
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from runner.core.errors import EnvironmentProblem
+from runner.core.fsync_io import replace_folder
+from runner.interfaces import GenerativeModel
+from runner.launch.export_check import check_quantized
+from runner.model.model_folder import MODEL_CARD, is_adapter, read_json
+from runner.run_dir.manifest import PromptStyle
+
+GUEST = Path(__file__).with_name("llmcompressor_guest.py")
+LARGEST_DIFF = {"w8a8": 0.1, "w4a16": 0.5}  # mean over the tokens of all answers, in nats
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def write_quantized_export(
+    model: GenerativeModel | None, folder: Path, scheme: str, python: Path, prompts: Sequence[str], style: PromptStyle
+) -> tuple[Path, str]:
+    """Write an exported folder quantized, under its name with -`scheme`; returns that and the result of the check.
+
+    python: of an environment with llmcompressor. Raises EnvironmentProblem where the model or the environment will
+    not do, ParityError for other answers; an earlier folder is then unchanged.
+    """
+    if is_adapter(folder):
+        raise EnvironmentProblem("--quantize: the export is an adapter\n  type --merge too")
+    config = read_json(folder / "config.json")
+    if model is None or "vision_config" in config or any(name in config for name in EXPERTS):
+        raise EnvironmentProblem("--quantize is for dense language models of text; leave it out")
+    target = folder.with_name(f"{folder.name}-{scheme}")
+    staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        with tempfile.TemporaryDirectory() as logs:  # which llmcompressor writes where it runs
+            words = (python, "-P", GUEST, folder.absolute(), staging.absolute(), scheme, torch.get_num_threads())
+            done = subprocess.run([*map(str, words)], cwd=logs, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            text = f"--quantize {scheme}: {python} failed: {last}\n  in an environment of its own: "
+            raise EnvironmentProblem(f"{text}pip install 'llmcompressor>=0.14,<0.15', then --with ENV")
+        found = check_quantized(model, staging, prompts, style, python, LARGEST_DIFF[scheme])
+        card = (folder / MODEL_CARD).read_text(encoding="utf-8")
+        (staging / MODEL_CARD).write_text(f"{card}\n## Quantized\n\n{scheme}, by llmcompressor: {found}.\n", "utf-8")
+        replace_folder(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return target, found
