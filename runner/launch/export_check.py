@@ -138,8 +138,9 @@ def _compare_answers(
 def check_quantized(
     model: GenerativeModel, folder: Path, prompts: Sequence[str], style: PromptStyle, python: Path, largest: float
 ) -> str:
-    """Compare an export in few bits, loaded by `python`, with its model, whose answers both score; the result in words.
+    """Compare the scores of a quantized export with its model's; the result in words.
 
+    Both score the model's own greedy answers; `python` loads the export.
     Raises ParityError where the mean difference of log-probabilities is above `largest`, in nats.
     """
     asked: list[tuple[str, Path | None]] = [(prompt, None) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Writes an export in 8 or 4 bits beside the export itself, by llmcompressor in an environment of its own.
+"""Writes an export in 8 or 4 bits beside the export, by llmcompressor of another environment.
 
 export/ ─llmcompressor_guest.py─▶ .export-w8a8.<hex>/ ─ answers compared ─ rename ─▶ export-w8a8/
 """
@@ -29,7 +29,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def write_quantized_export(
     model: GenerativeModel | None, folder: Path, scheme: str, python: Path, prompts: Sequence[str], style: PromptStyle
 ) -> tuple[Path, str]:
-    """Write an exported folder quantized, under its name with -`scheme`; returns that and the result of the check.
+    """Write a quantized copy under the folder's name with -`scheme`; returns it and the check's result.
 
     python: of an environment with llmcompressor. Raises EnvironmentProblem where the model or the environment will
     not do, ParityError for other answers; an earlier folder is then unchanged.
