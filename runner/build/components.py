@@ -17,8 +17,7 @@ from runner.build.learners import build_learner
 from runner.build.result_check import build_component
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
-from runner.core.device_kinds import find_kind
-from runner.core.errors import EnvironmentProblem, Problem, SpecError, UnsupportedModelError
+from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.package import cache_folder
 from runner.core.rng import derive_seed
 from runner.data.config import ChatConfig
@@ -121,27 +120,9 @@ def build_model(
 ) -> Any:
     """The model with its adapter, on the device, or this rank's part of it; frozen without `trains`."""
     model = _place_model(_model_factory(spec, tokenizer, decide, head, world, trains), world, device, decide)
-    _compile_layers(spec, model, device, decide)
-    return model
-
-
-def _compile_layers(spec: JobSpec, model: Any, device: Device, decide: Decisions) -> None:
-    """Compile a model's layers as `model.compile` says. Raises EnvironmentProblem where torch cannot."""
-    option, kind = "model.compile", device.torch_device.type
-    if not (find_kind(kind).compiles_layers if spec.model.compile is None else spec.model.compile):
-        return
-    if reason := spec.model.compile_objection(spec):
-        decide.record_fact(option, "false", reason)
-        return
-    try:
+    if spec.model.compile:
         model.compile(decide)
-    except EnvironmentProblem as error:
-        if spec.model.compile:
-            raise
-        decide(option, "true", "false", str(error))
-    else:
-        if spec.model.compile is None:
-            decide.record_fact(option, "true", f"the default on {kind}; the first step is slow")
+    return model
 
 
 def build_blank_model(spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head = "lm") -> Any:

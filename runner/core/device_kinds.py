@@ -33,7 +33,6 @@ class Kind:
     dtype: the data type that a model computes in where `model.dtype` is left out
     fused_optimizer: whether torch has fused AdamW for it; compiles_optimizer: whether torchao's update is compiled
     there; elsewhere its operators run one by one
-    compiles_layers: whether a model's layers are compiled there where `model.compile` is left out
     pins_offload: whether what FSDP keeps on the host for it is in pinned memory
     binds_groups: whether groups share its communicator; torch then binds the next group to it, too
     communicator_bytes: of its memory that each communicator takes
@@ -58,7 +57,6 @@ class Kind:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     fused_optimizer: bool = False
     compiles_optimizer: bool = False
-    compiles_layers: bool = False
     pins_offload: bool = False
     binds_groups: bool = False
     communicator_bytes: int = 0

@@ -17,12 +17,13 @@ experts, and attention with dropout but without a kernel, break it. Text is writ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import (
@@ -140,6 +141,15 @@ OPTIONS: dict[str, Any] = {
     "dynamic": True,
     "options": {"fallback_random": True},  # dropout draws what it draws without
 }
+
+
+def compile_objection(inner: Any, layers: Sequence[nn.Module], *, is_recomputed: bool) -> str | None:
+    """Why a model's layers, with their adapter, stay as they are; None = they can be compiled."""
+    if not layers:
+        return f"{type(inner).__name__} does not declare its layer classes"
+    if is_recomputed and any(isinstance(part, ParamWrapper) for layer in layers for part in layer.modules()):
+        return "a recomputed layer with an adapter on experts is not one graph"
+    return None
 
 
 class CompiledLayers:

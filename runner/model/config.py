@@ -50,10 +50,9 @@ class ModelConfig(ComponentConfig):
     activation_offloading: bool = Field(
         default=False, description="Offload the inputs of recomputed layers to host memory: less device memory, slower."
     )
-    compile: bool | None = Field(
-        default=None,
-        description="Compile the decoder layers (torch.compile): the first step is slow, later steps are faster; "
-        "null = true on cuda where the layers can be compiled, else false.",
+    compile: bool = Field(
+        default=False,
+        description="Compile the decoder layers (torch.compile): the first step is slow, later steps are faster.",
     )
     quantization: Literal["nf4", "int8"] | None = Field(
         default=None,
@@ -113,8 +112,8 @@ class ModelConfig(ComponentConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = list(self._head_dtype_problems(job))
-        if self.compile and (reason := self.compile_objection(job)):
-            found.append(("model.compile", f"{reason}; leave it out"))
+        if self.compile and (used := list(self._uncompilable(job))):
+            found.append(("model.compile", f"{' and '.join(used)} is not tested with torch.compile; leave it out"))
         if self.quantization is not None:
             found += [("model.quantization", text) for text in self._unquantizable(job)]
         if self.router_replay in ("sampler", "old") and (reason := self.replay_objection(job)):
@@ -142,6 +141,8 @@ class ModelConfig(ComponentConfig):
         """Why experts cannot be counted nor replayed in a job; None = they can."""
         if job.parallelism.deepspeed:
             return f"parallelism={job.parallelism.name} does not support it"
+        if self.compile and self.gradient_checkpointing:  # a recomputed layer is compiled as one graph, or not at all
+            return "model.compile=true compiles recomputed layers with their routers"
         if cut := [name for name in _parallel_sizes(job) if name in ("pp", "cp")]:
             return f"parallelism.{cut[0]} does not support it"
         return None
@@ -174,14 +175,17 @@ class ModelConfig(ComponentConfig):
             text = "the server's base is not quantized, so the adapter would run on different base weights"
             yield f"{text}; type sampler.weight_sync=reload"
 
-    def compile_objection(self, job: Any) -> str | None:
-        """Why not to compile the layers of a job; None = they can be compiled."""
-        used = [f"model.quantization={self.quantization}"] if self.quantization else []
-        used += ["model.activation_offloading=true"] if self.activation_offloading else []  # its hooks break the graph
-        used += [f"parallelism={job.parallelism.name}"] if job.parallelism.deepspeed else []
-        sizes = _parallel_sizes(job).items()
-        used += [f"parallelism.{name}={size}" for name, size in sizes if name not in ("dp_replicate", "dp_shard")]
-        return f"{' and '.join(used)} is not tested with torch.compile" if used else None
+    def _uncompilable(self, job: Any) -> Iterator[str]:
+        """Options of a job that exclude compiled layers."""
+        if self.quantization:
+            yield f"model.quantization={self.quantization}"
+        if self.activation_offloading:  # its hooks break the graph
+            yield "model.activation_offloading=true"
+        if job.parallelism.deepspeed:
+            yield f"parallelism={job.parallelism.name}"
+        for name, size in _parallel_sizes(job).items():
+            if name not in ("dp_replicate", "dp_shard"):
+                yield f"parallelism.{name}={size}"
 
     def sizes(self) -> dict[str, tuple[str, int]]:
         """Sizes that parallelism divides (heads, kv_heads, features, layers, experts): option and value.

@@ -146,11 +146,12 @@ class TransformersModel(SharedByAdapters, WithRouters):
 
     def compile(self, decide: Decide) -> None:
         """Compile the layers, in their final layout. Raises EnvironmentProblem where torch cannot compile."""
-        if not (layers := self.transformer_blocks()):
-            decide("model.compile", "true", "false", f"{type(self.inner).__name__} does not declare its layer classes")
-            return
-        from runner.model.checkpointing_and_compile import CompiledLayers, refuse_without_compiler
+        from runner.model.checkpointing_and_compile import CompiledLayers, compile_objection, refuse_without_compiler
 
+        layers = self.transformer_blocks()
+        if reason := compile_objection(self.inner, layers, is_recomputed=bool(self.config.gradient_checkpointing)):
+            decide("model.compile", "true", "false", reason)
+            return
         refuse_without_compiler(self.device)
         self._compiled = CompiledLayers(layers)
 

@@ -63,7 +63,6 @@ def _refuse_unsupported(spec: JobSpec) -> None:
 
 
 def _run_steps(spec: JobSpec, steps: int, given: Recording | None, accept: Callable[[Recording], None]) -> Recording:
-    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"compile": False})})
     with TemporaryDirectory(prefix="run-parity-") as name, console_logging(Path(name) / "run.log") as console:
         decide = Decisions(spec.strict)
         set_environment(spec, decide)
