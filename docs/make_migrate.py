@@ -19,20 +19,20 @@ COMMAND = (
 )
 HEAD = """# From another framework
 
-Take the command, or the config file, of a job in TRL, verl, ms-swift, LLaMA-Factory, OpenRLHF or axolotl, and type it
-as it is. Each option that is known is answered with ours, its value converted:
+Translate a job of TRL, verl, ms-swift, LLaMA-Factory, OpenRLHF or axolotl: type its command after `run`, unchanged.
+The error names our option for each option that it knows, with the value converted:
 
 ```text
 $ run {command}
 {output}
 ```
 
-- Options without dashes are answered, too: `run actor_rollout_ref.rollout.n=8`, `run num_generations=8`.
-- The YAML file of another framework is tried as a recipe: `run +recipe=FILE.yaml` answers each of its keys.
+- Options without dashes work, too: `run actor_rollout_ref.rollout.n=8`, `run num_generations=8`.
+- The YAML file of another framework works as well: `run +recipe=FILE.yaml` names our option for each of its keys.
 - One key: `run explain num_generations`.
-- Answers depend on the algorithm (`beta` weighs the KL penalty of GRPO, and scales the log-ratios of DPO): choose it
-  with `algorithm=NAME` in the same line.
-- A batch has one vocabulary here: `algorithm.batch_size` counts the prompts, rows or pairs of a step over all ranks,
+- The translation depends on the algorithm (`beta` weighs the KL penalty of GRPO, and scales the log-ratios of DPO):
+  choose it with `algorithm=NAME` in the same line.
+- Three options describe a batch: `algorithm.batch_size` counts the prompts, rows or pairs of a step over all ranks,
   `algorithm.mini_batches` the optimizer steps in it, and `algorithm.micro_batch_tokens` bounds what a device computes
   at once; it never changes the update.
 

@@ -20,9 +20,15 @@ from runner.spec.suggest import expected_type
 PATH = Path(__file__).with_name("reference.md")
 HEAD = """# Reference
 
-Written by `docs/make_reference.py` from the config classes; do not edit. `run explain KEY` says the same of one option,
-with its value now and who set it. What a run leaves: [run folder](run-folder.md), [checkpoints](checkpoints.md),
-[metrics](metrics.md).
+Look up every option of a job: what it accepts, its default, and what it does. `run explain` prints one option, with
+its current value and where that was set:
+
+```
+run explain optimizer.lr
+```
+
+What a run writes: [run folder](run-folder.md), [checkpoints](checkpoints.md), [metrics](metrics.md).
+Written by `docs/make_reference.py` from the config classes; do not edit.
 """
 
 

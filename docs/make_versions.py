@@ -11,11 +11,18 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "npu-versions.md"
 HEAD = f"""# Versions on an Ascend NPU
 
-Written by `docs/make_versions.py` from `runner/tools/doctor/versions.yaml`, which [`run doctor`](doctor.md)
-reads too; do not edit. As of {AS_OF}. What is not in a table is reported as unknown, never guessed.
+Choose versions of torch, torch_npu and vLLM that fit the CANN of your machine. Take a set with a file of constraints,
+and install it as [npu](npu.md#2-python-and-the-versions) shows. Then check it:
+
+```
+run doctor device=npu
+```
 
 Three rules determine the tables. torch_npu X.Y.Z, with or without a post number, needs torch X.Y.Z. The post number
 selects the CANN it was built for, which pip cannot know. vllm-ascend X.Y.Z serves vLLM X.Y.Z.
+
+As of {AS_OF}. `run doctor` reports a version that is in no table as unknown, and does not guess.
+Written by `docs/make_versions.py` from `runner/tools/doctor/versions.yaml`; do not edit.
 """
 FOOT = f"""
 *This project* needs torch {OLDEST_TORCH} or newer, and transformers 5: it spreads experts and exchanges weights by

@@ -20,7 +20,7 @@ from runner.cli.user_yaml import compose_yaml, load_yaml
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.core.fsync_io import atomic_write, error_reason
 from runner.spec import migrate
-from runner.spec.saved_spec import options_of_group
+from runner.spec.saved_spec import options_of_group, reused_options
 from runner.spec.suggest import Job
 from runner.tracker.text import print_text
 
@@ -68,11 +68,14 @@ def run(args: Namespace) -> int:
             new, undecided = migrated_text(text, word)
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise EnvironmentProblem(f"{word}: {error_reason(error)}") from error
+        content = load_yaml(new, word)
         if new != text:
-            load_yaml(new, word)
             atomic_write(path, new.encode())
         lines = difflib.unified_diff(text.splitlines(), new.splitlines(), word, word, lineterm="", n=1)
         print_text("\n".join(lines) or f"{word}: nothing to rename")
+        for option, successor in reused_options().items():
+            if OmegaConf.select(content, option) is not None:
+                print_text(f"{word}: {option} stays; in a file of an older version it meant {successor}: rename it")
         left += undecided
     if left:
         raise SpecError(left)
@@ -98,7 +101,7 @@ def migrated_text(text: str, name: str = "") -> tuple[str, list[Problem]]:
             (new,) = one.successors.values()
             edits += [] if new == one.old else [(one.value.start_mark.index, end, migrate.format_value(new))]
         else:
-            old_text, comment = text[one.value.start_mark.index : end], _rest_of_line(text, end)
+            old_text, comment = text[one.value.start_mark.index : end], text[end:].partition("\n")[0].rstrip()
             edits.append((text.rfind("\n", 0, start) + 1, text.find("\n", end) + 1 or len(text), ""))
             for option, value in one.successors.items():
                 group, _, leaf = option.partition(".")
@@ -147,8 +150,3 @@ def _additions(text: str, root: yaml.MappingNode, added: Mapping[str, list[str]]
 def _end(text: str, node: yaml.Node) -> int:
     """Where a value's own text ends: a block's mark is that of the next entry."""
     return len(text[: node.end_mark.index].rstrip())
-
-
-def _rest_of_line(text: str, end: int) -> str:
-    """A comment behind a value."""
-    return text[end : text.find("\n", end) if "\n" in text[end:] else len(text)].rstrip()

@@ -69,8 +69,6 @@ def _next_schema(data: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[dic
                 successors: dict[str, Any] | None = {table["reused"][key]: value}
             elif option in known:
                 continue
-            elif key in table["renamed"]:
-                successors = {table["renamed"][key]: value}
             elif key in table["dropped"]:
                 successors = {}
             else:
@@ -103,6 +101,11 @@ def options_of_group(group: str) -> frozenset[str]:
         classes.append(JobSpec.model_fields[group].annotation)
     configs = [cls for cls in classes if isinstance(cls, type) and issubclass(cls, Config)]
     return frozenset(name for cls in configs for name in cls.model_fields)
+
+
+def reused_options() -> dict[str, str]:
+    """Options whose name means something else than in an older version, and those with the old meaning."""
+    return {old: new for table in read_table(__file__, TABLE.name).values() for old, new in table["reused"].items()}
 
 
 def _options(group: str, section: Any) -> frozenset[str]:

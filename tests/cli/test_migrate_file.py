@@ -80,6 +80,18 @@ def test_what_a_person_has_to_decide_stays_and_is_named(tmp_path: Path, capsys: 
     assert f"{mine}:2" in error and "model.autocast" in error and "leave it out" in error
 
 
+def test_an_option_whose_name_has_another_meaning_now_stays_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("evaluation: {samples: 3}\n")
+    assert main(["migrate", str(mine)]) == 0
+    assert mine.read_text() == "evaluation: {samples: 3}\n"
+    assert "evaluation.samples stays; in a file of an older version it meant evaluation.logged_samples" in (
+        capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize("content", ["a: [", "x: 1\nx: 2\n", "data:\n  loss_on: all\nchat: {}\n", "just text"])
 def test_what_cannot_be_rewritten_stays_as_it_is(content: str, tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
