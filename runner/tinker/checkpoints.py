@@ -201,7 +201,8 @@ class ClientStore:
     def delete_expired(self) -> list[str]:
         """Delete all whose TTL has passed; returns their paths."""
         found = [path.parent for path in self._root.glob(f"*/*/[!.]*/{RECORD}")]
-        expired = [one for one in found if CheckpointRecord(**read_mapping(one / RECORD)).is_expired]
+        records = {one: read_mapping(one / RECORD) for one in found}  # empty for one that is being replaced
+        expired = [one for one, record in records.items() if record and CheckpointRecord(**record).is_expired]
         for folder in expired:
             self._delete(folder)
         return list(map(str, expired))

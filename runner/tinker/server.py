@@ -121,6 +121,8 @@ class Leader:
         except torch.OutOfMemoryError as error:
             text = "the device's memory is exhausted; send fewer tokens, or end other clients"
             future.set_exception(RunnerError(f"{text}: {str(error).splitlines()[0]}"))
+            if self._peers.size > 1:  # the other ranks wait for this one in the middle of the pass
+                raise
         except RunnerError as error:
             future.set_exception(error)
         except Exception as error:
@@ -205,13 +207,13 @@ def lead(
     app = make_app([*training_routes(state), *sampling_routes(state), *rest_routes(state)], keys)
 
     async def clean_up() -> None:
-        for text in state.end_idle_sessions():
-            log.warning("%s", text)
         try:
+            for text in state.end_idle_sessions():
+                log.warning("%s", text)
             for path in built.store.delete_expired():
                 log.info("deleted %s, whose time to live has passed", path)
-        except (OSError, RunnerError) as error:
-            log.error("expired checkpoints were not deleted: %s", error)
+        except Exception:  # it would end the thread that answers all clients
+            log.error("idle sessions and expired checkpoints were not removed", exc_info=True)
 
     built.store.remove_leftovers()
     with ExitStack() as ends:

@@ -135,7 +135,7 @@ class ServerState:
                 client.fail_waiting(GoneError(f"the training client {model_id} has ended"))
                 self.queue.put(Operation("remove", (model_id,), partial(self._close_records, model_id)))
         for sampler in session.samplers:
-            del self.samplers[sampler]
+            self.samplers.pop(sampler, None)
         del self.sessions[session.id]
         self.futures.drop(f"{session.id}:")
 
@@ -188,8 +188,9 @@ class ServerState:
     ) -> str:
         """The id of a new sampling session; nothing is loaded before its first request."""
         id = f"{session.id}:sample:{number}"
-        self.samplers[id] = SamplerHandle(id, session.owner, source, follows)
-        session.samplers.append(id)
+        if id not in self.samplers:  # the request may come twice
+            self.samplers[id] = SamplerHandle(id, session.owner, source, follows)
+            session.samplers.append(id)
         return id
 
     # --- requests ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import threading
@@ -221,7 +222,10 @@ def test_checkpoints_are_listed_expire_and_are_deleted(server: Server, client: C
     time.sleep(1.1)
     every = [one["tinker_path"] for one in client.http.get("checkpoints").json()["checkpoints"]]
     assert [path for path in every if model_id in path] == [f"tinker://{model_id}/weights/b"]
+    (server[2].store.folder(model_id) / "weights" / "a").mkdir()  # of a checkpoint that is written again just now
+    (server[2].store.folder(model_id) / "weights" / "a" / "checkpoint.json").write_text("{}")
     server[2].store.delete_expired()
+    shutil.rmtree(server[2].store.folder(model_id) / "weights" / "a")
     assert [one.name for one in (server[2].store.folder(model_id) / "weights").iterdir()] == ["b"]
     runs = client.http.get("training_runs", params={"limit": 1}).json()
     assert runs["training_runs"][0]["training_run_id"] == model_id and runs["cursor"]["limit"] == 1
@@ -294,6 +298,9 @@ def test_a_session_without_heartbeat_ends(tmp_path: Path, monkeypatch: pytest.Mo
     with running(tmp_path, "tinker.session_timeout_s=3") as (url, records, _):
         client = Client(url)
         session, other = client.session(), client.session()
+        sampling = {"session_id": other, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        asked = [client.post("create_sampling_session", sampling) for _ in range(2)]
+        assert asked[0] == asked[1], "a request that is sent again"
         model_id = client.train(session)
         gone = client.train(other)
         wanted = losses(client, gone, 1, 2)
@@ -304,7 +311,7 @@ def test_a_session_without_heartbeat_ends(tmp_path: Path, monkeypatch: pytest.Mo
         for _ in range(12):
             client.post("session_heartbeat", {"session_id": session})
             time.sleep(0.4)
-        assert records.ended == [gone]
+        assert records.ended == [gone] and other not in client.http.get("sessions").json()["sessions"]
         assert found + losses(client, model_id, 5, 1) == wanted
         answer = client.http.post("session_heartbeat", json={"session_id": other})
         assert answer.status_code == 410 and "create a new client from its last checkpoint" in answer.text
