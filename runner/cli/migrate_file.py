@@ -68,13 +68,14 @@ def run(args: Namespace) -> int:
             new, undecided = migrated_text(text, word)
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise EnvironmentProblem(f"{word}: {error_reason(error)}") from error
-        content = load_yaml(new, word)
+        content = OmegaConf.to_container(load_yaml(new, word))
         if new != text:
             atomic_write(path, new.encode())
         lines = difflib.unified_diff(text.splitlines(), new.splitlines(), word, word, lineterm="", n=1)
         print_text("\n".join(lines) or f"{word}: nothing to rename")
-        for option, successor in reused_options().items():
-            if OmegaConf.select(content, option) is not None:
+        for option, successor in reused_options().items() if new != text or undecided else ():
+            group, _, leaf = option.partition(".")
+            if isinstance(content, Mapping) and leaf in (content.get(group) or ()):
                 print_text(f"{word}: {option} stays; in a file of an older version it meant {successor}: rename it")
         left += undecided
     if left:

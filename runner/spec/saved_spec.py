@@ -69,6 +69,8 @@ def _next_schema(data: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[dic
                 successors: dict[str, Any] | None = {table["reused"][key]: value}
             elif option in known:
                 continue
+            elif key in table["renamed"]:
+                successors = {table["renamed"][key]: value}
             elif key in table["dropped"]:
                 successors = {}
             else:

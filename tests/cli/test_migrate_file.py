@@ -84,9 +84,14 @@ def test_an_option_whose_name_has_another_meaning_now_stays_and_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = tmp_path / "mine.yaml"
-    mine.write_text("evaluation: {samples: 3}\n")
+    mine.write_text("evaluation: {samples: '${oc.env:NOT_SET}'}\n")
     assert main(["migrate", str(mine)]) == 0
-    assert mine.read_text() == "evaluation: {samples: 3}\n"
+    assert "nothing to rename" in (said := capsys.readouterr().out) and "stays" not in said, (
+        "of today, as far as it says"
+    )
+    mine.write_text("evaluation: {samples: '${elsewhere.samples}'}\nlaunch: {node: 0}\n")
+    assert main(["migrate", str(mine)]) == 0
+    assert mine.read_text() == "evaluation: {samples: '${elsewhere.samples}'}\nlaunch: {node_rank: 0}\n"
     assert "evaluation.samples stays; in a file of an older version it meant evaluation.logged_samples" in (
         capsys.readouterr().out
     )

@@ -98,8 +98,7 @@ def test_a_formula_reads_what_is_ours_or_theirs() -> None:
 
 
 def test_no_key_of_the_table_is_an_option() -> None:
-    # launch=ray alone has this one; other launchers had it in an older version
-    assert [key for key in table().entries if exists(key)] == ["launch.address"]
+    assert [key for key in table().entries if exists(key)] == []
 
 
 def test_names_of_components_and_metrics_lead_somewhere(members: Mapping[str, set[str]]) -> None:
@@ -171,7 +170,7 @@ NEEDS = {
     "parallelism.ep=": ["model=tiny_moe", "launch.devices=8"],
     "parallelism=": ["launch.devices=8"],
     "launch.devices=": ["parallelism=ddp"],
-    **dict.fromkeys(("launch.node", "launch.rdzv_endpoint="), TWO_NODES),
+    "launch.node": TWO_NODES,
     "checkpoint.best_mode=": ["checkpoint.best=eval/loss"],
     "algorithm=opd": ["sampler=torch", "algorithm.teacher=path"],
     **{f"algorithm={name}": ["sampler=torch", "reward=exact"] for name in ("ppo", "grpo", "rein", "rloo")},
