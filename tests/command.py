@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 from functools import cache
@@ -55,7 +54,7 @@ class Command:
         self._process.join(timeout)
         if self._process.exitcode is None:
             assert timeout is not None
-            raise subprocess.TimeoutExpired("run", timeout)
+            raise AssertionError(f"it did not end within {timeout:.0f} s:\n{self.said()}")
         return self._process.exitcode
 
     def kill(self) -> None:
@@ -77,11 +76,9 @@ def run(*words: str, cwd: Path, code: int = 0, timeout_s: float = TIMEOUT_S, **e
     with tempfile.NamedTemporaryFile() as printed:
         command = Command(*words, cwd=cwd, printed=Path(printed.name), **environment)
         try:
-            returned = command.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+            assert command.wait(timeout_s) == code, command.said()
+        finally:
             command.kill()
-            raise AssertionError(f"it did not end within {timeout_s:.0f} s:\n{command.said()}") from None
-        assert returned == code, command.said()
         return command.said()
 
 

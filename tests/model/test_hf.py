@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
@@ -193,7 +194,7 @@ def test_an_adapter_beside_a_model_of_the_hub_is_refused(with_adapter: Path) -> 
 
 def test_an_export_that_lacks_what_has_learnt_is_an_error(with_adapter: Path, tmp_path: Path) -> None:
     """As transformers would write it of a model that an adapter slipped into."""
-    module = hf.AutoModelForCausalLM.from_pretrained(with_adapter)
+    module = AutoModelForCausalLM.from_pretrained(with_adapter)
     module.requires_grad_(True)
     model = CausalLM(module, byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions())
     with pytest.raises(RunnerError, match="the export is incomplete"):
