@@ -1,10 +1,15 @@
 """The environment=code_tools: tools that run what the policy writes, in the sandbox of reward=code."""
 
-from runner.reward.code import RunResult, find_sandbox
+import re
+
+from runner.reward.code import RunResult, SandboxError, find_sandbox
 from runner.reward.config import CodeConfig
+from runner.user_code.worker import EpisodeError
 
 CONFIG = CodeConfig()
-RUN, _ = find_sandbox(CONFIG)  # bubblewrap, or else Landlock
+SANDBOX, REASONS = find_sandbox(CONFIG)  # bubblewrap, or else Landlock
+for NAME, REASON in REASONS.items():
+    print(f"no sandbox of {NAME}: {REASON}")  # to environment.log
 
 
 class CodeTools:
@@ -19,7 +24,7 @@ class CodeTools:
         Args:
             code: the program; use print to see values
         """
-        return describe(RUN(CONFIG, code, ""))
+        return run(code)
 
     def bash(self, command: str) -> str:
         """Run a command in bash, and return what it prints.
@@ -29,12 +34,22 @@ class CodeTools:
         """
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "TMPDIR": "."}
         program = f"import os; os.execve('/bin/bash', ['bash', '-c', {command!r}], {environment!r})"
-        return describe(RUN(CONFIG, program, ""))
+        return run(program)
+
+
+def run(program: str) -> str:
+    """What the policy reads of a run; without a sandbox the episode is left out."""
+    try:
+        result = SANDBOX(CONFIG, program, "")
+    except (SandboxError, OSError) as error:
+        raise EpisodeError(f"the sandbox failed: {error}") from error
+    return describe(result)
 
 
 def describe(result: RunResult) -> str:
-    """What the policy reads of a run."""
+    """Its output, then its errors, without the frames of the sandbox, and its exit code."""
     if result.exit_code is None:
         raise TimeoutError(f"ended by a limit of the sandbox ({CONFIG.timeout_s:g} s); output: {result.stdout[:200]}")
     failure = f"exit code {result.exit_code}" if result.exit_code else ""
-    return "\n".join(filter(None, (result.stdout.rstrip(), result.stderr.rstrip(), failure))) or "no output"
+    stderr = re.sub(r'  File "<(string|frozen runpy)>".*\n', "", result.stderr)
+    return "\n".join(filter(None, (result.stdout.rstrip(), stderr.rstrip(), failure))) or "no output"

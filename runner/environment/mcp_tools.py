@@ -16,10 +16,11 @@ import sys
 from tempfile import TemporaryFile
 from typing import Any, TextIO
 
-from mcp import Client, StdioServerParameters
+from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
+from mcp_types import CONNECTION_CLOSED
 
-from runner.user_code.worker import first_cause
+from runner.user_code.worker import EpisodeError, first_cause
 
 SERVER = "RUN_MCP_SERVER"  # the variable that has the command or the URL; `mcp.py` sets it
 
@@ -89,8 +90,16 @@ class McpTools:
         self._client = await ready
 
     async def _call_tool(self, tool: str, arguments: dict[str, Any]) -> str:
-        """The text of a tool's result. Raises RuntimeError with that of a tool that failed."""
-        result = await self._client.call_tool(tool, arguments)
+        """The text of a tool's result.
+
+        Raises RuntimeError with the text of a tool that failed, EpisodeError where the server has gone.
+        """
+        try:
+            result = await self._client.call_tool(tool, arguments)
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                raise EpisodeError(f"the MCP server has gone: {error}") from error
+            raise
         texts = [getattr(one, "text", f"[{one.type} is not supported]") for one in result.content]
         text = "\n".join(texts) if texts else json.dumps(result.structured_content)
         if result.is_error:

@@ -101,7 +101,7 @@ def _run_command(
 
 
 def _read_output(process: ChildProcess, check: Check, output: CapturedOutput) -> bytes:
-    """The last line on stdout, which is the result where it is JSON.
+    """The last line on stdout, which is the result where it is JSON. Raises EpisodeFailure for one above RESULT_BYTES.
 
     All else that is printed goes to `output`.
     """
@@ -111,7 +111,7 @@ def _read_output(process: ChildProcess, check: Check, output: CapturedOutput) ->
     waiting = select.poll()
     for stream in held:
         waiting.register(stream, select.POLLIN)
-    opened = set(held)
+    opened, is_cut = set(held), False
     while opened:
         ready = waiting.poll(POLL_S * 1000)
         if not ready and not process.is_running():  # where its guard was killed, others may hold the streams
@@ -122,10 +122,14 @@ def _read_output(process: ChildProcess, check: Check, output: CapturedOutput) ->
                 opened.remove(stream)
             text = held[stream] + content
             end = (text.rstrip() if stream == stdout else text).rfind(b"\n") + 1
+            if stream == stdout:
+                is_cut = len(text) - end > RESULT_BYTES or (is_cut and end == 0)
             end = len(text) if len(text) - end > RESULT_BYTES else end
             _add_lines(output, text[:end])
             held[stream] = text[end:]
         check()
+    if is_cut:
+        raise EpisodeFailure("wrong result", f"the last line on stdout is longer than {RESULT_BYTES:,} bytes")
     result = held.pop(stdout).strip()
     if not _is_json(result):
         held[stdout] = result

@@ -154,6 +154,9 @@ class UserEpisode:
         pending = [value for value in begun if inspect.isawaitable(value)]
         ended = iter(await asyncio.gather(*pending, return_exceptions=True))
         values = [next(ended) if inspect.isawaitable(value) else value for value in begun]
+        for value in values:
+            if getattr(value, "ends_episode", False):  # an EpisodeError; the user's file imports this package anew
+                raise value
         return [
             (f"error: {first_cause(v)}", True) if isinstance(v, BaseException) else (_text(v), False) for v in values
         ]

@@ -141,7 +141,7 @@ def run_in_landlock(config: CodeConfig, code: str, stdin: str) -> RunResult:
         program.write_text(code, encoding="utf-8", errors="replace")
         if user := limits[-1]:
             os.chown(folder, user, user)
-        words = [status.fileno(), program, *limits, *READABLE, sys.base_prefix, sys.prefix]
+        words = [status.fileno(), program.name, *limits, *READABLE, sys.base_prefix, sys.prefix]
         command = [sys.executable, "-I", "-c", LANDLOCK.read_text(encoding="utf-8"), *map(str, words)]
         space = min(config.memory_bytes, fsync_io.free_bytes(Path(folder)) // (2 * config.workers))
         exit_code = _run(command, config.timeout_s, (given, out, stderr), (status.fileno(),), folder, space)

@@ -272,6 +272,12 @@ def select_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> 
     return {name: value for name, value in given.items() if name in named}
 
 
+class EpisodeError(Exception):
+    """A tool raises it where the episode cannot continue: it is left out, and counted."""
+
+    ends_episode = True
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The error, or the first one in a group, such as that of a TaskGroup."""
     while isinstance(error, BaseExceptionGroup):

@@ -423,7 +423,11 @@ def test_python_and_bash_run_in_the_sandbox(play: Play, monkeypatch: pytest.Monk
     [group], _, _ = play("", lines, config=config.model_copy(update=options))
     [sample] = group.samples
     results = [message["content"] for message in sample.history if message["role"] == "tool"]
-    assert results[0] == "42" and results[1].startswith("x\nTraceback") and results[1].endswith("exit code 1")
+    assert results[0] == "42"
+    frames = "  File \"answer.py\", line 2, in <module>\n    raise ValueError('no')\n"
+    assert (
+        results[1].replace("/tmp/", "") == f"x\nTraceback (most recent call last):\n{frames}ValueError: no\nexit code 1"
+    )
     assert results[2].startswith("4\n") and results[2].endswith("exit code 3") and "/root" in results[2]
     assert results[3] == "0\nrefused\nrefused"
     assert results[4].startswith("error: ended by a limit of the sandbox (10 s)")
@@ -567,7 +571,7 @@ def test_results_continue_a_turn_of_calls_as_the_template_writes_them(name: str)
 
 
 MCP_SERVER = """
-import sys
+import os, sys
 from mcp.server import MCPServer
 
 server, stock = MCPServer("shop"), [3]
@@ -584,6 +588,11 @@ def buy(name: str, count: int = 1) -> str:
         raise ValueError("not enough")
     stock[0] -= count
     return f"{count} x {name}, {stock[0]} left"
+
+@server.tool()
+def leave() -> str:
+    "End the server."
+    os._exit(1)
 
 if sys.argv[1] == "stdio":
     server.run()
@@ -605,6 +614,8 @@ def test_the_tools_of_an_mcp_server_are_called_in_an_episode(play: Play, tmp_pat
             "error: Error executing tool buy",
         ]
         assert sample.counts == {"turns": 2, "calls": 2, "malformed_calls": 0, "tool_errors": 1}
+    with pytest.raises(EnvironmentProblem, match=r"(?s)1 episodes? in a row failed.*the MCP server has gone"):
+        play("", [call("leave"), "done"], config=config.model_copy(update={"max_failures": 1}))
     prompt = TOKENIZER.decode(groups[0].prompt.ids)
     assert '"name": "buy"' in prompt and '"description": "Buy things."' in prompt
     assert reward.completions[0].environment.score is None

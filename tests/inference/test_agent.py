@@ -345,6 +345,7 @@ FAILING = {
     "hangs": ("import time; time.sleep(60)", "timeout"),
     "is killed": ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
     "kills its guard": ("import os, time; os.kill(os.getppid(), 9); time.sleep(60)", "killed by SIGKILL"),
+    "gives a long result": ("print('{\"reward\": 1, \"more\": \"' + 'x' * (1 << 20) + '\"}'); exit()", "wrong result"),
     "gives no number": ('print(\'{"reward": "much"}\'); exit()', "wrong result"),
 }
 
