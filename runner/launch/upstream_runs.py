@@ -51,7 +51,7 @@ from runner.tracker.text import labeled_line, print_text
 STAGES = OUTPUTS / "stages"
 PLAIN_NAME = re.compile(r"[\w./-]+")
 NOT_IN_KEY = ("name", "tracker", "watch", "strict")  # these do not change the result
-JOB_ONLY = ("quantization",)  # of the model: how a frozen base is stored, and the recipe may train all weights
+JOB_ONLY = ("quantization", "router_replay")  # of the model: the recipe may train all weights, and sample nothing
 LAYOUT = ("launch", "parallelism")  # these change only the order of summation
 KEY_CHARACTERS = 16
 

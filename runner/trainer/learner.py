@@ -130,7 +130,7 @@ class LocalLearner:
             found = self.model.outputs(micro.to(self._device), needs)
             if replayed is None:
                 return found
-            return {**found, "experts": replayed.token_experts.int()}  # NCCL has no int16
+            return {**found, "experts": replayed.token_experts}
 
         with self._during():
             return map_sharded(batch, run, self._budget, self._peers, padded=self.model.is_padded, stage=self._stage)

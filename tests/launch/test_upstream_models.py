@@ -268,6 +268,9 @@ def test_a_recipe_that_runs_first_trains_all_weights_of_a_quantized_base(stages:
     words = ["+recipe=sft_demo", *SMALL, "adapter=lora", "model.quantization=int8"]
     passed = command_words("quick", compose_job(words).data, own_model=False)
     assert "model=tiny" in passed and compose_job(passed).data["model"]["quantization"] is None
+    words = ["+recipe=grpo_demo", *SMALL, "model=tiny_moe", "model.router_replay=old", "algorithm.mini_batches=2"]
+    passed = command_words("quick", compose_job(words).data, own_model=False)
+    assert compose_job(passed).data["model"]["router_replay"] == "auto", "it samples nothing"
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ class PolicyOptimization:
             found = models[role].forward(scored, frozenset(channels.values()))
             batch = with_tokens(batch, **{channel: found[output] for channel, output in channels.items()})
             if (experts := found.get("experts")) is not None:  # of the pass for `old`, which the update replays
-                batch = replace(batch, tokens={**batch.tokens, "experts": experts})
+                batch = replace(batch, tokens={**batch.tokens, "experts": experts.cpu()})
         return batch if config.correction == "none" else self._add_importance_weights(batch)
 
     def _add_importance_weights(self, batch: Batch) -> Batch:
