@@ -42,7 +42,7 @@ class FlashAttention:
         scale: float,
     ) -> Tensor:
         """See `VarlenAttention`."""
-        out: Tensor = self._function(
+        return self._function(
             query,
             key,
             value,
@@ -52,7 +52,6 @@ class FlashAttention:
             keys.longest,
             **self._options(window, dropout, scale, grouped=query.shape[1] != key.shape[1]),
         )
-        return out
 
     def _options(self, window: int | None, dropout: float, scale: float, grouped: bool) -> dict[str, Any]:
         return {

@@ -106,7 +106,7 @@ class DenseFusionAttention:
             how = {"atten_mask": ~mask, "sparse_mode": WHOLE_MASK, "inner_precise": ROWS_WITHOUT_KEYS}
         elif causal:
             how = {"atten_mask": _mask(query.device), "sparse_mode": RIGHT_DOWN_CAUSAL}
-        out: Tensor = self._operator(
+        return self._operator(
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
@@ -116,7 +116,6 @@ class DenseFusionAttention:
             keep_prob=1.0 - dropout,
             **how,
         )[0]
-        return out
 
 
 def _sparsity(window: int | None, longest: int) -> dict[str, int]:

@@ -120,8 +120,7 @@ class FunctionEnvironments:
             return None
         prompt = episode.prompt
         asked = prompt.text if prompt.messages is None else [dict(m) for m in prompt.messages]
-        said: str | None = self.request(episode, reset={**prompt.columns, "prompt": asked})["said"]
-        return said
+        return self.request(episode, reset={**prompt.columns, "prompt": asked})["said"]
 
     def _with_tools(self, prompt: Prompt, words: str | None) -> Prompt:
         """The prompt with the tools, and what `reset` said at the end of its last message, as in TRL."""

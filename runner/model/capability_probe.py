@@ -106,8 +106,7 @@ def packed_objection(causal: Any, device: torch.device, media: MediaInputs | Non
         return _static_objection(causal)
 
     def forward(**keywords: Any) -> Tensor:
-        hidden: Tensor = causal.base_model(use_cache=False, **keywords).last_hidden_state
-        return hidden
+        return causal.base_model(use_cache=False, **keywords).last_hidden_state
 
     rows = [*PROBE_ROWS, *(media.probe_rows() if media else ())]
     wanted = torch.cat([forward(input_ids=torch.tensor([row], device=device))[0] for row in rows])

@@ -94,8 +94,7 @@ def _empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around the first and around the second pass of a layer."""
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(SelectivePolicy())
-    return contexts
+    return create_selective_checkpoint_contexts(SelectivePolicy())
 
 
 class SelectivePolicy:

@@ -186,10 +186,9 @@ def adapter_state_dict(module: Any, tensors: dict[str, Tensor]) -> dict[str, Ten
     """Those of a peft model's tensors that peft writes, under the names that it writes."""
     from peft import get_peft_model_state_dict
 
-    made: dict[str, Tensor] = get_peft_model_state_dict(
+    return get_peft_model_state_dict(
         module, state_dict=tensors, adapter_name=module.active_adapter, save_embedding_layers=False
     )
-    return made
 
 
 def meta_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

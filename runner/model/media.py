@@ -189,8 +189,7 @@ def media_inputs(inner: Any, tokenizer: Any) -> MediaInputs | None:
         return None
     if not hasattr(inner, "media_inputs"):
         inner.media_inputs = MediaInputs(inner, reader)
-    found: MediaInputs = inner.media_inputs
-    return found
+    return inner.media_inputs
 
 
 def _num_bytes(image: ProcessedImage) -> int:

@@ -128,8 +128,7 @@ def _casting_class(kind: Any, names: tuple[str, ...], dtype: torch.dtype) -> typ
 def _casting_property(name: str, dtype: torch.dtype) -> property:
     def read(module: nn.Module) -> Tensor | None:
         if (kept := module.__dict__.get("_casts")) is not None:
-            found: Tensor | None = kept[name]
-            return found
+            return kept[name]
         parameter = module._parameters[name]
         if parameter is None or isinstance(parameter, DTensor):  # which fully_shard reads; nothing computes with it
             return parameter

@@ -125,8 +125,7 @@ class DeepSpeedZero:
             return nullcontext()
         from deepspeed.runtime.zero import GatheredParameters
 
-        context: AbstractContextManager[None] = GatheredParameters(list(self._whole.parameters()), modifier_rank=0)
-        return context
+        return GatheredParameters(list(self._whole.parameters()), modifier_rank=0)
 
     def load_states(
         self, parameters: Mapping[nn.Parameter, Tensor], kept: Mapping[nn.Parameter, Mapping[str, Any]]

@@ -225,8 +225,7 @@ class StagedModel:
         return found
 
     def _receive(self, blank: Tensor) -> Tensor:
-        made: Tensor = RecvForward.apply(self._anchor, self._borders.before, blank)
-        return made
+        return RecvForward.apply(self._anchor, self._borders.before, blank)
 
     def _send(self, hidden: Tensor) -> Tensor:
         if hidden.dtype != self._dtype or hidden.shape[-1] != self._width:

@@ -43,8 +43,7 @@ class TensorSlot(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         """The tensor in this slot."""
-        found: Tensor = self.holder[self.key]
-        return found
+        return self.holder[self.key]
 
     def assign(self, tensor: Tensor) -> None:
         """Replace the tensor in this slot."""
