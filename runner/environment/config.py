@@ -126,13 +126,10 @@ class ToolEnvironmentConfig(EnvironmentConfig):
         default=30.0, gt=0, description="Timeout in seconds for the calls of one turn; then the episode is left out."
     )
     max_wait_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="Seconds to wait for the last episodes alone, before they are left out.",
+        default=None, gt=0, description="Seconds to wait for the last episodes alone, before they are left out."
     )
     lockstep: bool = Field(
-        default=False,
-        description="Wait for all replies before the next turns: slower, the same bytes in every run.",
+        default=False, description="Wait for all replies before the next turns: slower, the same bytes in every run."
     )
     workers: int = Field(default=64, ge=1, description="Number of episodes of a rank that run calls at the same time.")
     max_failures: int = Field(

@@ -66,11 +66,7 @@ class FunctionEnvironments:
     roles: tuple[str, ...] = ()
 
     def __init__(
-        self,
-        config: ToolEnvironmentConfig,
-        processes: EpisodeProcesses,
-        chat: EpisodeChat,
-        failures: EpisodeFailures,
+        self, config: ToolEnvironmentConfig, processes: EpisodeProcesses, chat: EpisodeChat, failures: EpisodeFailures
     ) -> None:
         self.config, self.processes, self.chat, self.failures = config, processes, chat, failures
         self.max_turns, self.max_episode_tokens = config.max_turns, config.max_episode_tokens
@@ -227,8 +223,8 @@ class FunctionEpisodes:
             said = () if message is None else (message,)
             episode.messages += said
             return EnvironmentReply(said, turn, counts={"turns": 1})
-        chat = self.owner.chat
-        answer = ChatAnswer(chat.tool_format, self._is_thinking(episode), self.owner.processes.tools)
+        chat, is_thinking = self.owner.chat, episode.prompt.text.rstrip().endswith("<think>")
+        answer = ChatAnswer(chat.tool_format, is_thinking, self.owner.processes.tools)
         parts = [*answer.push(text), *answer.close()]
         turn = _message(parts, answer.calls, episode.turns)
         counts = {"turns": 1, "calls": len(answer.calls), "malformed_calls": len(answer.errors), "tool_errors": 0}
@@ -246,9 +242,6 @@ class FunctionEpisodes:
                 messages = []
         episode.messages += [turn, *messages]
         return EnvironmentReply(tuple(messages), turn, counts=counts)
-
-    def _is_thinking(self, episode: PlayedEpisode) -> bool:
-        return episode.prompt.text.rstrip().endswith("<think>")
 
     def _result(self, episode: PlayedEpisode) -> EpisodeResult:
         """Score and attributes at the end. Raises EpisodeFailure."""
@@ -284,17 +277,10 @@ def _parse_error_result(error: str, tool_format: ToolFormat | None, call: str) -
     return _result("unknown", call, f"error: the call cannot be read as {tool_format.name}: {error}")
 
 
-def build(
-    config: FunctionEnvironmentConfig,
-    *,
-    decide: Decide,
-    chat: Callable[[], EpisodeChat],
-    folder: Path | None = None,
-    **_: Any,
-) -> FunctionEnvironments:
+def build(config: FunctionEnvironmentConfig, *, decide: Decide, **context: Any) -> FunctionEnvironments:
     """Start the process that has the user's file. Raises SpecError if it cannot be used.
 
-    chat: of the policy; folder: where environment.log is kept, with what the code prints, and full tracebacks
+    context: see `play_target`
     """
     config.preflight()
     source = config.file.resolve()
@@ -303,7 +289,7 @@ def build(
     label = f"{file.name}:{config.function}"
     decide("environment.path", f"{file}:{config.function}", f"{file}:{config.function}", f"sha256 {digest}")
     target = FunctionTarget(file, config.function, env=config.env, copy=source)
-    return play_target(config, target, label, "environment.path", decide, chat, folder)
+    return play_target(config, target, label, "environment.path", decide=decide, **context)
 
 
 def play_target(
@@ -311,13 +297,16 @@ def play_target(
     target: FunctionTarget,
     label: str,
     key: str,
+    *,
     decide: Decide,
     chat: Callable[[], EpisodeChat],
-    folder: Path | None,
+    folder: Path | None = None,
+    **_: Any,
 ) -> FunctionEnvironments:
     """Start the process that plays episodes of a target. Raises SpecError for the option `key`.
 
-    label: of what is logged
+    label: of what is logged; chat: of the policy; folder: where environment.log is kept, with what the code prints,
+    and full tracebacks
     """
     output = CapturedOutput(label, None if folder is None else folder / "environment.log")
     try:
