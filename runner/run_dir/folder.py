@@ -170,10 +170,8 @@ def refuse_used_folder(where: Path) -> None:
 def claim_folder(where: Path) -> RunFolder:
     """The folder for a new run. Raises as `refuse_used_folder`, and StorageError if it cannot be made."""
     refuse_used_folder(where)
-    try:
+    with fsync_io.storage_errors(f"cannot create the run folder {where}"):
         where.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot create the run folder {where}: {error.strerror}") from error
     return RunFolder(where.absolute())
 
 
@@ -253,10 +251,8 @@ def hold_lock(folder: RunFolder) -> FileLock:
 
     Raises EnvironmentProblem if another process has the lock, StorageError.
     """
-    try:
+    with fsync_io.storage_errors(f"cannot write in {folder.root}"):
         lock = FileLock(folder.root / LOCK)
-    except OSError as error:
-        raise StorageError(f"cannot write in {folder.root}: {error.strerror}") from error
     try:
         lock.acquire().sign()
     except BlockingIOError:
@@ -283,10 +279,8 @@ def write_atomic(path: Path, text: str) -> None:
 
     Raises StorageError if it cannot be written; the old file is then unchanged.
     """
-    try:
+    with fsync_io.storage_errors(f"cannot write {path}"):
         fsync_io.atomic_write(path, text.encode("utf-8"))
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def write_json(path: Path, value: Any) -> None:

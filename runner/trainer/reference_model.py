@@ -31,7 +31,7 @@ from torch import Tensor
 
 from runner.core import fsync_io
 from runner.core.batch import Batch, unit_spans
-from runner.core.errors import RunnerError, StorageError, UnsupportedModelError
+from runner.core.errors import RunnerError, UnsupportedModelError
 from runner.distributed.work_partition import SINGLE_PROCESS, SINGLE_STAGE, map_sharded
 from runner.interfaces import LOGPROBS, Outputs, PipelineStage, RankCollectives, TrainableModel, as_generative
 
@@ -240,15 +240,9 @@ class LogprobCache:
         self._places.update(zip(keys, places, strict=True))
         self._files.append(file)
 
-    @contextmanager
-    def _storage_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StorageError(
-                f"cannot write log-probabilities to {self.folder}: {error.strerror or error}; free space, set "
-                "RUNNER_CACHE to another folder, or type algorithm.reference=copy"
-            ) from error
+    def _storage_errors(self) -> AbstractContextManager[None]:
+        remedy = "; free space, set RUNNER_CACHE to another folder, or type algorithm.reference=copy"
+        return fsync_io.storage_errors(f"cannot write log-probabilities to {self.folder}", remedy)
 
 
 def unit_keys(batch: Batch) -> list[bytes]:
