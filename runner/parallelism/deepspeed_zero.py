@@ -206,9 +206,8 @@ def _import_deepspeed(device: str, place: RankInfo) -> Any:
         text = f"DeepSpeed cannot be used: {type(error).__name__}: {error}"
         raise EnvironmentProblem(f'{text}\n  pip install "posttrain-run[deepspeed]"') from error
     deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-        False  # it would be compiled at its first use; gloo replaces it
-    )
+    # it would be compiled at its first use; gloo replaces it
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     utils.warned = True  # about calls of `FsdpRoot` without tensors
     warnings.filterwarnings("ignore", NOISY_WARNING, FutureWarning)
     return deepspeed

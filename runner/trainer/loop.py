@@ -58,9 +58,7 @@ class ExperienceQueue(Generic[T]):
 
     def take(self, step: int) -> T:
         """The experience of `step`; raises what its collection raised."""
-        if step in self._pending:
-            return self._pending.pop(step).result()
-        return self._collect(step)
+        return self._pending.pop(step).result() if step in self._pending else self._collect(step)
 
     def on_weights_published(self, step: int) -> None:
         """The weights after `step` are in place, so one more step may be collected."""
