@@ -8,7 +8,6 @@ An episode whose process raises, hangs, dies or says what cannot be read is left
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -31,7 +30,6 @@ from runner.environment.processes import (
 )
 from runner.interfaces import EnvironmentReply, EpisodeResult, Prompt
 from runner.interfaces.environments import EpisodeChat, Message
-from runner.run_dir.user_files import original_path
 from runner.user_code.process import CapturedOutput, FunctionTarget, WorkerStartError
 
 if TYPE_CHECKING:
@@ -282,14 +280,8 @@ def build(config: FunctionEnvironmentConfig, *, decide: Decide, **context: Any) 
 
     context: see `play_target`
     """
-    config.preflight()
-    source = config.file.resolve()
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    file = original_path(source)
-    label = f"{file.name}:{config.function}"
-    decide("environment.path", f"{file}:{config.function}", f"{file}:{config.function}", f"sha256 {digest}")
-    target = FunctionTarget(file, config.function, env=config.env, copy=source)
-    return play_target(config, target, label, "environment.path", decide=decide, **context)
+    target = FunctionTarget.from_config(config, decide)
+    return play_target(config, target, target.label, "environment.path", decide=decide, **context)
 
 
 def play_target(

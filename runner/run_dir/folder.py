@@ -130,8 +130,8 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
 
     what: its name in an error message. Raises StorageError if it cannot be created.
     """
-    root = parent
-    try:
+    remedy = "; run in a folder that you can write to"
+    with fsync_io.storage_errors(f"cannot create the {what} {parent / name}", remedy):
         parent.mkdir(parents=True, exist_ok=True)
         while True:
             root = parent / f"{name}-{secrets.token_hex(2)}"
@@ -139,9 +139,6 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
                 root.mkdir()
                 (root / inside).mkdir(exist_ok=True)
                 return root.absolute()
-    except OSError as error:
-        text = f"cannot create the {what} {root}: {error.strerror}"
-        raise StorageError(f"{text}; run in a folder that you can write to") from error
 
 
 def refuse_used_folder(where: Path) -> None:
@@ -157,9 +154,7 @@ def refuse_used_folder(where: Path) -> None:
         raise EnvironmentProblem(f"{where} has a run; to continue it: run resume {where}; or choose another --folder")
     try:
         # a run that was killed before it wrote its spec leaves its lock and a staged file
-        others = [
-            p.name for p in where.iterdir() if not p.name.startswith(LOCK) and not p.name.startswith(fsync_io.STAGED)
-        ]
+        others = [p.name for p in where.iterdir() if not p.name.startswith((LOCK, fsync_io.STAGED))]
     except OSError:
         others = []  # it does not exist, or mkdir reports the error
     if others:

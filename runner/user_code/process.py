@@ -22,13 +22,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, Thread
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from runner.core.fsync_io import error_reason
+from runner.core.fsync_io import error_reason, sha256
 from runner.core.signals import signal_name
 from runner.core.subprocess import ChildProcess, JsonLines
 from runner.run_dir.manifest import VARIABLES, is_secret_name, redact
+from runner.run_dir.user_files import original_path
 from runner.user_code import worker
+
+if TYPE_CHECKING:
+    from runner.interfaces.model import Decide
+    from runner.user_code.config import UserCodeConfig
 
 log = logging.getLogger("runner")
 PRINTED_LINES = 20
@@ -128,6 +133,20 @@ class FunctionTarget:
     env: tuple[str, ...] = ()
     copy: Path | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: UserCodeConfig, decide: Decide) -> FunctionTarget:
+        """What a config names; `decide` records the digest of its file. Raises SpecError if it is not there."""
+        config.preflight()
+        source = config.file.resolve()
+        file, digest = original_path(source), sha256(source)[:16]
+        decide.record_fact(f"{config.group}.path", f"{file}:{config.function}", f"sha256 {digest}")
+        return cls(file, config.function, env=config.env, copy=source)
+
+    @property
+    def label(self) -> str:
+        """What it is called in logs."""
+        return f"{self.file.name}:{self.function}"
 
 
 def variables_without_secrets(env: Sequence[str]) -> dict[str, str]:
