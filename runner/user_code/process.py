@@ -170,15 +170,10 @@ class UserProcess:
         self._arrived: list[Any] = []  # and not yet returned
         with theirs:
             passed = (theirs.fileno(), self._stack.fileno())
-            command = [sys.executable, "-P", "-u", str(program), *map(str, passed)]
+            command = [sys.executable, "-P", "-u", str(program), *map(str, passed), self._file, target.function]
+            command += ["here" if target.imports_siblings else "apart", str(target.copy or target.file)]
             self._process = ChildProcess(
-                [
-                    *command,
-                    self._file,
-                    target.function,
-                    "here" if target.imports_siblings else "apart",
-                    str(target.copy or target.file),
-                ],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -294,6 +289,4 @@ def forward_output(stream: IO[bytes], output: CapturedOutput) -> None:
 def exit_words(code: int) -> str:
     """How a process ended, by the exit code of its guard."""
     number = -code if code < 0 else code - 128
-    if 0 < number < signal.NSIG:
-        return f"killed by {signal_name(number)}"
-    return f"it exited with code {code}"
+    return f"killed by {signal_name(number)}" if 0 < number < signal.NSIG else f"it exited with code {code}"
