@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -30,14 +29,6 @@ class EnvironmentConfig(ComponentConfig):
     def is_repeatable(self) -> bool:
         """Whether runs with the same seed give the same bytes: not where it matters which tool is the faster."""
         return True
-
-    def with_absolute_paths(self) -> Self:
-        """The same config with the paths of local files made absolute."""
-        return self
-
-    def with_user_files(self, change: Callable[[Path], Path]) -> Self:
-        """The same config with the paths of the user's own code changed, of which a run keeps copies."""
-        return self
 
     def preflight(self) -> None:
         """Raise for what is wrong outside the spec; imports nothing heavy."""
