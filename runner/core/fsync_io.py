@@ -131,7 +131,10 @@ def error_reason(error: Exception) -> str:
 def storage_errors(
     action: str, remedy: str = "", errors: type[Exception] | tuple[type[Exception], ...] = OSError
 ) -> Iterator[None]:
-    """Raise StorageError for such errors inside the block: what failed (`cannot write PATH`), why, and what to do."""
+    """Raise StorageError for such errors inside the block.
+
+    Its message: what failed (`cannot write PATH`), why, and what to do.
+    """
     try:
         yield
     except errors as error:

@@ -56,9 +56,7 @@ class FusionAttention:
         done = []
         for (query_ends, key_ends), q, k, v in zip(calls, query_parts, key_parts, value_parts, strict=True):
             out = self._operator(
-                q.contiguous(),
-                k.contiguous(),
-                v.contiguous(),
+                *(one.contiguous() for one in (q, k, v)),
                 head_num=query.shape[1],
                 input_layout="TND",
                 atten_mask=_mask(query.device),
@@ -88,9 +86,7 @@ class DenseFusionAttention:
         elif options["causal"]:
             how = {"atten_mask": _mask(query.device), "sparse_mode": RIGHT_DOWN_CAUSAL}
         return self._operator(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
+            *(one.contiguous() for one in (query, key, value)),
             head_num=query.shape[1],
             input_layout="BNSD",
             scale=options["scale"],

@@ -11,7 +11,10 @@ from runner.user_code.process import FunctionTarget
 
 
 def build(config: McpEnvironmentConfig, **context: Any) -> FunctionEnvironments:
-    """Start the process that connects to the server. Raises SpecError if it cannot. context: see `play_target`."""
+    """Start the process that connects to the server. Raises SpecError if it cannot.
+
+    context: see `play_target`
+    """
     config.preflight()
     variables = {"RUN_MCP_SERVER": config.server}
     program = Path(__file__).with_name("mcp_tools.py")  # not imported here: it needs the package mcp
