@@ -53,9 +53,9 @@ class FusionAttention:
         calls = _calls(queries.lengths, keys.lengths)
         query_parts = query.split([ends[-1] for ends, _ in calls])
         key_parts, value_parts = (tensor.split([ends[-1] for _, ends in calls]) for tensor in (key, value))
-        done = []
+        done = list[Tensor]()
         for (query_ends, key_ends), q, k, v in zip(calls, query_parts, key_parts, value_parts, strict=True):
-            out = self._operator(
+            done += self._operator(
                 *(one.contiguous() for one in (q, k, v)),
                 head_num=query.shape[1],
                 input_layout="TND",
@@ -65,8 +65,7 @@ class FusionAttention:
                 actual_seq_qlen=list(query_ends),
                 actual_seq_kvlen=list(key_ends),
                 **_sparsity(options["window"], keys.longest),
-            )[0]
-            done.append(out)
+            )[:1]
         return done[0] if len(done) == 1 else torch.cat(done)
 
 

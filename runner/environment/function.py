@@ -112,9 +112,8 @@ class FunctionEnvironments:
             raise EpisodeFailure("no process", f"no process can start: {error}") from error
         if not self.processes.is_class:
             return None
-        prompt = episode.prompt
-        asked = prompt.text if prompt.messages is None else [dict(m) for m in prompt.messages]
-        return self.request(episode, reset={**prompt.columns, "prompt": asked})["said"]
+        reset = {**episode.prompt.columns, "prompt": episode.prompt.as_argument()}
+        return self.request(episode, reset=reset)["said"]
 
     def _with_tools(self, prompt: Prompt, words: str | None) -> Prompt:
         """The prompt with the tools, and what `reset` said at the end of its last message, as in TRL."""

@@ -211,7 +211,7 @@ def reward_arguments(group: Sequence[Completion]) -> dict[str, Any]:
                 f"the data has a column '{name}', a name that the run passes to rewards itself\n  rename the column"
             )
     return {
-        "prompts": [_prompt(c) for c in group],
+        "prompts": [c.prompt.as_argument() for c in group],
         "completions": [_completion(c) for c in group],
         "completion_ids": [list(c.ids) for c in group],
         **{name: [c.prompt.columns.get(name) for c in group] for name in columns},
@@ -229,11 +229,6 @@ def encode_json(content: Mapping[str, Any]) -> bytes:
             f"a column of the data cannot be sent to the reward as JSON: {error}\n"
             "  convert it to text, numbers, lists and objects, or remove the column"
         ) from error
-
-
-def _prompt(completion: Completion) -> str | list[dict[str, Any]]:
-    messages = completion.prompt.messages
-    return completion.prompt.text if messages is None else [dict(m) for m in messages]
 
 
 def _completion(completion: Completion) -> str | list[dict[str, Any]]:

@@ -131,9 +131,8 @@ def check_callback(config: CallbackConfig, *, steps: int = 4, values: Mapping[st
 
 def _callback(config: CallbackConfig, root: Path) -> Callback:
     root.mkdir(exist_ok=True)
-    said: list[str] = []
     context = {"folder": RunFolder(root), "model": build_tiny_model(), "decide": Decisions()}
-    callback: Callback = build_component(config, **context, say=said.append, is_rank0=True)
+    callback: Callback = build_component(config, **context, say=list[str]().append, is_rank0=True)
     return callback
 
 
