@@ -125,7 +125,12 @@ def run_on_rank0(peers: RankCollectives, work: Callable[[], T]) -> T:
 
 def run_on_all(peers: RankCollectives, work: Callable[[], object]) -> None:
     """Run `work` on every rank; an error on one rank is raised on all, as by `run_partitioned`."""
-    run_partitioned(peers, range(peers.size), lambda _: [work()])
+
+    def mine(_: list[int]) -> list[None]:
+        work()
+        return [None]
+
+    run_partitioned(peers, range(peers.size), mine)
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], peers: RankCollectives) -> None:
