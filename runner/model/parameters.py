@@ -202,8 +202,8 @@ class FsdpRoot(nn.Module):
 
         Ranks may run different numbers of passes. Collective on both ends; a block inside another changes nothing.
         """
-        sharded = [part for part in self.modules() if isinstance(part, FSDPModule)]
-        parts, joined = ([], nullcontext) if self._inside else (sharded, self.join_context)
+        parts = [] if self._inside else [part for part in self.modules() if isinstance(part, FSDPModule)]
+        joined = nullcontext if self._inside else self.join_context
         self._inside += 1
         try:
             for part in parts:

@@ -89,7 +89,5 @@ def _copy_of(folder: RunFolder, file: Path) -> Path:
 
 def _with_files(spec: JobSpec, change: Callable[[Path], Path]) -> JobSpec:
     """The spec with each file of the user's changed."""
-    parts = {
-        name: getattr(spec, name).with_user_files(change) for name in ("chat", "reward", "environment", "evaluation")
-    }
-    return spec.model_copy(update=parts)
+    names = ("chat", "reward", "environment", "evaluation")
+    return spec.model_copy(update={name: getattr(spec, name).with_user_files(change) for name in names})
