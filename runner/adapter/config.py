@@ -39,9 +39,8 @@ class LoraConfig(AdapterConfig):
     """Low-rank adaptation through peft (Hu et al., 2106.09685)."""
 
     factory: ClassVar[str] = "runner.adapter.lora:attach"
-    default_lr: ClassVar[float] = (
-        1e-4  # ten times that of full fine-tuning (Schulman et al., LoRA Without Regret, 2025)
-    )
+    # ten times that of full fine-tuning (Schulman et al., LoRA Without Regret, 2025)
+    default_lr: ClassVar[float] = 1e-4
     name: Literal["lora"] = "lora"
     rank: int = Field(default=16, ge=1, description="Rank r of the update B·A.")
     alpha: float = Field(

@@ -52,7 +52,8 @@ class AlgorithmConfig(ComponentConfig):
     @property
     def has_plug_in_loss(self) -> bool:
         """Whether a registered loss of a plug-in is chosen, which may add metrics to policy/."""
-        return loss_registry.chooses_plug_in(self)
+        known, chosen = loss_registry.plug_ins(), loss_registry.choices(type(self))
+        return any(getattr(self, name) in known[kind] for name, kind in chosen.items())
 
     @property
     def samples_per_prompt(self) -> int:
@@ -81,10 +82,6 @@ class AlgorithmConfig(ComponentConfig):
     def upstream_models(self) -> Mapping[str, str]:
         """Option → the model that it names, which may be a run, or recipe:NAME that is run first."""
         return {}
-
-    def with_absolute_paths(self) -> Self:
-        """The same config with the paths of local folders made absolute."""
-        return self
 
     def steps_ahead(self) -> int:
         """How far sampling runs ahead of training."""

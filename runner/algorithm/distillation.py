@@ -77,8 +77,7 @@ class DistillationLoss:
         pair = scaled_log_softmax(teacher, config.temperature), scaled_log_softmax(student, config.temperature)
         if config.top_k is not None:
             pair = top_k_with_rest(*pair, config.top_k)
-        found: Tensor = compute_selected(config, "divergence", {"teacher": lambda: pair[0], "student": lambda: pair[1]})
-        return found
+        return compute_selected(config, "divergence", {"teacher": lambda: pair[0], "student": lambda: pair[1]})
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
         weight, metrics = batch.tokens["weight"], Metrics()

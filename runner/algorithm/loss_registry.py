@@ -123,11 +123,6 @@ def choices(cls: type[BaseModel]) -> dict[str, Kind]:
     return {name: one.kind for name, one in found if isinstance(one, RegisteredFunction)}
 
 
-def chooses_plug_in(config: BaseModel) -> bool:
-    """Whether a config names a function of a plug-in."""
-    return any(getattr(config, name) in plug_ins()[kind] for name, kind in choices(type(config)).items())
-
-
 def plug_in_options(cls: type[BaseModel]) -> set[str]:
     """The options of a config class that only functions of plug-ins read."""
     return {

@@ -101,8 +101,7 @@ class ContinuedPretraining(PackedAlgorithm):
             ids = [np.asarray(one) for one in rows.read(units)[0]]
             return [*ids], [(one < MEDIA_ID).astype(np.int8) for one in ids]
 
-        found: Batch = super().experience(replace(rows, trained=rows.sizes - 1 - rows.media, branches=None, read=read))
-        return found
+        return super().experience(replace(rows, trained=rows.sizes - 1 - rows.media, branches=None, read=read))
 
 
 def build(config: SftConfig | CptConfig, parts: AlgorithmInputs) -> PackedAlgorithm:

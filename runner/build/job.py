@@ -271,12 +271,7 @@ def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisio
 
 
 def _build_evaluation(
-    spec: JobSpec,
-    data: Data,
-    models: Models,
-    algorithm: Algorithm,
-    world: ParallelContext,
-    here: tuple[Any, ...],
+    spec: JobSpec, data: Data, models: Models, algorithm: Algorithm, world: ParallelContext, here: tuple[Any, ...]
 ) -> Callable[[int], Report] | None:
     """What evaluates, in the thread that trains; None where nothing does.
 

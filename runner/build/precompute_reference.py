@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,10 +63,8 @@ def build_cached_reference(
         return origin, _cache_key(spec, policy, origin, device)
 
     origin, key = run_on_rank0(everyone, identify_weights)  # who has read the weights
-    kept = LogprobCache(
-        cache / "reference" / key,
-        lambda damage: decide.record_fact("algorithm.reference", "computed again", damage),
-    )
+    report_damage = partial(decide.record_fact, "algorithm.reference", "computed again")
+    kept = LogprobCache(cache / "reference" / key, report_damage)
     return PrecomputedReference(
         policy,
         kept,

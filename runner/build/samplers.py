@@ -156,9 +156,7 @@ def build_publisher(
 ) -> Publisher:
     """What brings the weights of `learner`, whose model is `policy`, to the sampler."""
     lag = spec.algorithm.steps_ahead()
-    if (
-        not spec.launch.samplers and not spec.sampler.weights_to_send()
-    ):  # the ranks', or of somebody who is sent nothing
+    if not spec.launch.samplers and not spec.sampler.weights_to_send():  # the ranks', or one that is sent nothing
         route: WeightTransport = SameModel()
         if lag and not spec.sampler.served:
             route = copies = DeviceCopy(learner.weights)

@@ -56,10 +56,8 @@ def committed_steps(root: Path) -> list[int]:
     """The steps with a committed checkpoint, ascending; it may be damaged by now."""
     if not root.is_dir():
         return []
-    try:
+    with fsync_io.storage_errors(f"cannot list {root}"):
         folders = [p.name for p in root.iterdir() if p.is_dir() and not p.is_symlink()]
-    except OSError as error:
-        raise StorageError(f"cannot list {root}: {fsync_io.error_reason(error)}") from error
     numbers = (int(m[1]) for name in folders if (m := STEP_FOLDER.fullmatch(name)))
     return sorted(numbers)
 

@@ -25,10 +25,8 @@ from runner.spec.registry import default_registry
 from runner.sweep.config import SweepConfig
 from runner.sweep.space import Dimension, SearchSpace
 
-HYDRAS_SWEEPERS = {  # what users of Hydra's plug-in type
-    "hydra/sweeper=optuna": "sweep.search=optuna",
-    "hydra/sweeper=basic": "sweep.search=null",
-}
+# what users of Hydra's plug-in type
+HYDRAS_SWEEPERS = {"hydra/sweeper=optuna": "sweep.search=optuna", "hydra/sweeper=basic": "sweep.search=null"}
 LISTS = (f"{SWEEP}.metric", f"{SWEEP}.metric_mode")
 MOST_JOBS = 10_000
 MOST_NAMED = 3  # jobs that a problem names, of those that have it

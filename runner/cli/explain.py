@@ -249,9 +249,7 @@ def row_parts(item: Any) -> list[Part]:
 
 
 def _token_text(tokenizer: Any, token: int) -> str:
-    if token >= MEDIA_ID:
-        return "<image>"
-    return escape_for_terminal(tokenizer.decode([token])) or f"<{token}>"
+    return "<image>" if token >= MEDIA_ID else escape_for_terminal(tokenizer.decode([token])) or f"<{token}>"
 
 
 def _token_lines(tokenizer: Any, ids: Sequence[int], weights: Sequence[float], colored: bool) -> Iterator[str]:

@@ -77,9 +77,7 @@ def _value(values: Sequence[str]) -> str:
 
 
 def _in_quotes(value: str) -> str:
-    if value[:1] in "[{":
-        return value
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return value if value[:1] in "[{" else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def foreign_command(argv: Sequence[str]) -> Namespace | None:

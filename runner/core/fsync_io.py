@@ -21,7 +21,8 @@ import secrets
 import shutil
 import signal
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -124,6 +125,20 @@ def error_reason(error: Exception) -> str:
     if number is None and (match := OS_ERROR.search(str(error))):
         number = int(match[1])
     return str(error) if number is None else (FULL | TOO_LARGE).get(number) or os.strerror(number)
+
+
+@contextmanager
+def storage_errors(
+    action: str, remedy: str = "", errors: type[Exception] | tuple[type[Exception], ...] = OSError
+) -> Iterator[None]:
+    """Raise StorageError for such errors inside the block.
+
+    Its message: what failed (`cannot write PATH`), why, and what to do.
+    """
+    try:
+        yield
+    except errors as error:
+        raise StorageError(f"{action}: {error_reason(error)}{remedy}") from error
 
 
 def full_disk_error(error: Exception) -> StorageError | None:

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from runner.core.errors import StorageError
 from runner.core.file_lock import FileLock
-from runner.core.fsync_io import atomic_write, sha256
+from runner.core.fsync_io import atomic_write, sha256, storage_errors
 
 NOTED_BYTES = 2**24  # a smaller file is read in less time than a note saves
 SETTLED_S = 2.0  # a file that was changed later than this may change again within the clock of its file system
@@ -27,16 +26,12 @@ def cache_lock(path: Path) -> Iterator[None]:
 
     Raises StorageError where the cache cannot be written.
     """
-    try:
+    remedy = "; free space, set the variable RUNNER_CACHE to another folder, or set data.cache=false"
+    with storage_errors(f"cannot write the token cache {path}", remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.parent / f".{path.name}.lock") as lock:
             lock.acquire(wait=True)
             yield
-    except OSError as error:
-        raise StorageError(
-            f"cannot write the token cache {path}: {error.strerror or error}; free space, set the variable "
-            f"RUNNER_CACHE to another folder, or set data.cache=false"
-        ) from error
 
 
 def file_state(path: Path) -> list[int]:

@@ -32,10 +32,6 @@ class DataConfig(ComponentConfig):
     )
     shuffle: bool = Field(default=True, description="Shuffle in each epoch, by the seed; false = file order.")
 
-    def with_absolute_paths(self) -> Self:
-        """The same config with the paths of local files made absolute."""
-        return self
-
     def as_held_out(self) -> Self:
         """The config of an evaluation set: all rows are held out unless it names held-out ones itself."""
         return self

@@ -102,10 +102,7 @@ def _columns(dialogue: Dialogue, rest: Mapping[str, Any], reading: Reading) -> d
     if reading == "pairs" and not _has_answers(rest, reading):
         return _pair(messages, rest)
     if reading == "pairs":
-        return {
-            "prompt": messages,
-            **{name: _answer(rest[name], name) for name in BESIDE["pairs"] if name in rest},
-        }
+        return {"prompt": messages, **{name: _answer(rest[name], name) for name in BESIDE["pairs"] if name in rest}}
     answered = bool(messages) and messages[-1]["role"] == "assistant"
     prompt, last = (messages[:-1], messages[-1]) if answered else (messages, None)
     if reading == "judged":

@@ -84,8 +84,7 @@ class TokenizedTable:
         self._values: dict[str, tuple[NDArray[np.int64], Any]] = {}
 
     def __len__(self) -> int:
-        size: int = self._columns.num_rows
-        return size
+        return self._columns.num_rows
 
     @cached_property
     def media(self) -> NDArray[np.int64] | None:
@@ -115,14 +114,12 @@ class TokenizedTable:
 
     def text(self, name: str, row: int) -> str:
         """The text of a row."""
-        found: str = self._columns.column(name)[row].as_py()
-        return found
+        return self._columns.column(name)[row].as_py()
 
     def cell(self, name: str, row: int) -> NDArray[np.integer]:
         """The list of a row in a column of lists."""
         offsets, values = self.values(name)
-        found: NDArray[np.integer] = values[offsets[row] : offsets[row + 1]]
-        return found
+        return values[offsets[row] : offsets[row + 1]]
 
     def lengths(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The lengths of the lists of some rows, int64 [rows]."""

@@ -216,10 +216,7 @@ def decode_numbers(number: int, count: int, digits: int) -> list[int]:
     return [10 ** (digits - 1) + number // base**at % base for at in range(count)]
 
 
-def make_task(config: DemoConfig) -> DemoTask:
-    """The task of the config."""
-    kinds: dict[str, type[DemoTask]] = {"sort": SortTask, "sum": SumTask, "vault": VaultTask, "shapes": ShapesTask}
-    return kinds.get(config.task, WordedTask)(config)
+TASKS: dict[str, type[DemoTask]] = {"sort": SortTask, "sum": SumTask, "vault": VaultTask, "shapes": ShapesTask}
 
 
 def draw_numbers(space: int, count: int, seed: int) -> list[int]:
@@ -244,7 +241,7 @@ class DemoData:
         self.config, self.tokenizer, self.kind, self.seed = config, tokenizer, kind, seed
         chat = tokenizer.chat.model_dump(mode="json", exclude={"template"})
         self.fingerprint = digest(config.model_dump(), kind, seed, chat, tokenizer_digest(tokenizer.tokenizer))
-        self._task = make_task(config)
+        self._task = TASKS.get(config.task, WordedTask)(config)
         self._numbers = draw_numbers(config.num_questions, config.held_out + config.items, seed)
         self._rounds = RefillOrders(
             lambda seed, shuffle: ProportionalOrder([config.items], seed, shuffle), seed, config.shuffle

@@ -74,9 +74,8 @@ def find_files(path: str, key: str = "data.path") -> FileList:
     if not rows:
         raise DataError(f"{key}={path}: the folder has no data file; expected {_supported_types()}")
     training = [f for f in rows if TRAINING_SPLIT.search(str(f.relative_to(root)))]
-    other = (
-        [f for f in rows if f not in training and HELD_OUT_SPLIT.search(str(f.relative_to(root)))] if training else []
-    )
+    held_out = [f for f in rows if f not in training and HELD_OUT_SPLIT.search(str(f.relative_to(root)))]
+    other = held_out if training else []
     ignored = [f.name for f in found if f not in rows]
     ignored += [f"{f.name} of another split than train (data.eval_path={f} evaluates on it)" for f in other]
     return FileList(tuple(f for f in rows if f not in other), tuple(ignored))

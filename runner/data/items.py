@@ -320,7 +320,5 @@ ANSWERS: Mapping[ItemKind, tuple[Callable[..., Any], str, int]] = {
     "pairs": (PreferencePair, "margin", 2),
     "judged": (LabeledCompletion, "good", 1),
 }
-QUESTIONS: Mapping[ItemKind, Make] = {
-    "sft": eval_question,
-    "prompts": eval_question_of_prompt,
-}  # of the others, held-out items are kept
+# of the others, held-out items are kept
+QUESTIONS: Mapping[ItemKind, Make] = {"sft": eval_question, "prompts": eval_question_of_prompt}

@@ -53,7 +53,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _tojson
         self.filters["_check_deadline"] = self._check_in_loop
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
+        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
 
     def set_deadline(self, seconds: float) -> None:
         """Stop what this thread renders after so many seconds from now."""
@@ -134,7 +134,3 @@ def _tojson(
 
 def _raise_exception(message: str) -> None:
     raise jinja2.exceptions.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)

@@ -39,8 +39,7 @@ def rows_of_tables(
 def _examples(tables: Sequence[TokenizedTable], spots: Spots) -> TokenizedExamples:
     def first_trained(table: TokenizedTable, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         offsets, values = table.values("trained")
-        found: NDArray[np.int64] = values[offsets[rows]]
-        return found
+        return values[offsets[rows]]
 
     is_branched = any(table.lengths("branches", spots[spots[:, 0] == at, 1]).any() for at, table in enumerate(tables))
     trained = np.concatenate(_cells(tables, "trained", spots)) if is_branched else _column(tables, spots, first_trained)

@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 def allocator_stats(device: torch.device) -> dict[str, float]:
     """Bytes of tensors, and bytes that the allocator has reserved."""
     own = torch.get_device_module(device)
-    return {
-        "allocated_bytes": float(own.memory_allocated(device)),
-        "reserved_bytes": float(own.memory_reserved(device)),
-    }
+    allocated, reserved = own.memory_allocated(device), own.memory_reserved(device)
+    return {"allocated_bytes": float(allocated), "reserved_bytes": float(reserved)}
 
 
 def process_stats_reader() -> StatsReader:
@@ -96,16 +94,6 @@ def select_card(kind: Kind, count: int) -> torch.device:
     return torch.device(kind.name, place.local_rank)
 
 
-def set_deterministic(wanted: bool) -> None:
-    """Let torch use only deterministic kernels, or fail; without `wanted`, any kernel.
-
-    Memory of `torch.empty` is not filled: no code reads uninitialized memory, and it would slow every gather.
-    """
-    # like use_deterministic_algorithms, which would also import torch's compiler
-    torch.set_deterministic_debug_mode("error" if wanted else "default")
-    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module in disguise
-
-
 Settings = TypeVar("Settings", bound=DeviceConfig)
 
 
@@ -120,8 +108,13 @@ class TorchDevice(Generic[Settings]):
         self.allocator = partial(allocator_stats, torch_device)
 
     def prepare(self) -> None:
-        """Choose determinism."""
-        set_deterministic(bool(self.config.deterministic))
+        """Let torch use only deterministic kernels, or fail, if the config says so; else any kernel.
+
+        Memory of `torch.empty` is not filled: no code reads uninitialized memory, and it would slow every gather.
+        """
+        # like use_deterministic_algorithms, which would also import torch's compiler
+        torch.set_deterministic_debug_mode("error" if self.config.deterministic else "default")
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module in disguise
 
     def synchronize(self) -> None:
         """Wait for the device, before times are measured."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from runner.core.errors import EnvironmentProblem
 from runner.device.base import TorchDevice, select_card
 from runner.device.config import CudaConfig
 from runner.device.device_stats import StatsReader, gpu_stats_reader
-from runner.interfaces import Decide, SequenceLengths, VarlenAttention
+from runner.interfaces import Decide, VarlenAttention
+from runner.interfaces.model import VarlenOptions
 
 FLASH_TYPES = frozenset({torch.float16, torch.bfloat16})
 
@@ -29,30 +30,12 @@ class FlashAttention:
     def __init__(self, function: Callable[..., Any], deterministic: bool) -> None:
         self._function, self._deterministic = function, deterministic
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        queries: SequenceLengths,
-        keys: SequenceLengths,
-        window: int | None,
-        dropout: float,
-        scale: float,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[VarlenOptions]) -> Tensor:
         """See `VarlenAttention`."""
-        out: Tensor = self._function(
-            query,
-            key,
-            value,
-            queries.cumulative,
-            keys.cumulative,
-            queries.longest,
-            keys.longest,
-            **self._options(window, dropout, scale, grouped=query.shape[1] != key.shape[1]),
-        )
-        return out
+        queries, keys = options["queries"], options["keys"]
+        lengths = (queries.cumulative, keys.cumulative, queries.longest, keys.longest)
+        own = self._options(options["window"], options["dropout"], options["scale"], query.shape[1] != key.shape[1])
+        return self._function(query, key, value, *lengths, **own)
 
     def _options(self, window: int | None, dropout: float, scale: float, grouped: bool) -> dict[str, Any]:
         return {

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,8 @@ from runner.device.base import TorchDevice, refuse_hidden, select_card
 from runner.device.config import NpuConfig
 from runner.device.device_stats import StatsReader, npu_stats_reader
 from runner.device.npu_fused import install_fused_ops
-from runner.interfaces import Decide, DenseAttention, SequenceLengths, VarlenAttention
+from runner.interfaces import Decide, DenseAttention, VarlenAttention
+from runner.interfaces.model import DenseOptions, VarlenOptions
 
 MOST_SEQUENCES = 1024  # of one call in this layout
 MASK_SIZE = 2048  # of the compressed mask, whatever the lengths
@@ -46,38 +47,25 @@ class FusionAttention:
     def __init__(self, operator: Callable[..., Sequence[Any]]) -> None:
         self._operator = operator
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        queries: SequenceLengths,
-        keys: SequenceLengths,
-        window: int | None,
-        dropout: float,
-        scale: float,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[VarlenOptions]) -> Tensor:
         """See `VarlenAttention`. Raises ValueError for a sequence with more queries than keys."""
+        queries, keys = options["queries"], options["keys"]
         calls = _calls(queries.lengths, keys.lengths)
         query_parts = query.split([ends[-1] for ends, _ in calls])
         key_parts, value_parts = (tensor.split([ends[-1] for _, ends in calls]) for tensor in (key, value))
-        done = []
+        done = list[Tensor]()
         for (query_ends, key_ends), q, k, v in zip(calls, query_parts, key_parts, value_parts, strict=True):
-            out = self._operator(
-                q.contiguous(),
-                k.contiguous(),
-                v.contiguous(),
+            done += self._operator(
+                *(one.contiguous() for one in (q, k, v)),
                 head_num=query.shape[1],
                 input_layout="TND",
                 atten_mask=_mask(query.device),
-                scale=scale,
-                keep_prob=1.0 - dropout,
+                scale=options["scale"],
+                keep_prob=1.0 - options["dropout"],
                 actual_seq_qlen=list(query_ends),
                 actual_seq_kvlen=list(key_ends),
-                **_sparsity(window, keys.longest),
-            )[0]
-            done.append(out)
+                **_sparsity(options["window"], keys.longest),
+            )[:1]
         return done[0] if len(done) == 1 else torch.cat(done)
 
 
@@ -87,36 +75,23 @@ class DenseFusionAttention:
     def __init__(self, operator: Callable[..., Sequence[Any]]) -> None:
         self._operator = operator
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        causal: bool,
-        dropout: float,
-        scale: float,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[DenseOptions]) -> Tensor:
         """See `DenseAttention`."""
         if 0 in query.shape or 0 in key.shape:  # which the operator does not take
             return query[..., : value.shape[-1]] * 0
         how: dict[str, Any] = {}
-        if mask is not None:
+        if (mask := options["mask"]) is not None:
             how = {"atten_mask": ~mask, "sparse_mode": WHOLE_MASK, "inner_precise": ROWS_WITHOUT_KEYS}
-        elif causal:
+        elif options["causal"]:
             how = {"atten_mask": _mask(query.device), "sparse_mode": RIGHT_DOWN_CAUSAL}
-        out: Tensor = self._operator(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
+        return self._operator(
+            *(one.contiguous() for one in (query, key, value)),
             head_num=query.shape[1],
             input_layout="BNSD",
-            scale=scale,
-            keep_prob=1.0 - dropout,
+            scale=options["scale"],
+            keep_prob=1.0 - options["dropout"],
             **how,
         )[0]
-        return out
 
 
 def _sparsity(window: int | None, longest: int) -> dict[str, int]:

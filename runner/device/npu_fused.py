@@ -83,8 +83,7 @@ def grouped_experts_forward(
 
 def _grouped_linear(x: Tensor, weight: Any, ends: Tensor, dtype: torch.dtype, operators: Operators) -> Tensor:
     weight = weight.to(dtype).transpose(1, 2)
-    out: Tensor = _GroupedMatmulFunction.apply(x, weight, ends, operators.npu_grouped_matmul)
-    return out
+    return _GroupedMatmulFunction.apply(x, weight, ends, operators.npu_grouped_matmul)
 
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
@@ -210,8 +209,7 @@ def _norm_trial(part: Any, forward: Callable[..., Any], _: Operators) -> FusedTr
 
 def _swiglu_forward(part: Any, operators: Operators) -> Callable[..., Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(operators.npu_swiglu(torch.cat([self.gate_proj(x), self.up_proj(x)], -1), dim=-1))
-        return out
+        return self.down_proj(operators.npu_swiglu(torch.cat([self.gate_proj(x), self.up_proj(x)], -1), dim=-1))
 
     return forward
 

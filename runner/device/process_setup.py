@@ -67,12 +67,8 @@ def resolve_presets(presets: Sequence[Preset], own: Mapping[str, str]) -> Resolv
     return ResolvedEnv(free, kept)
 
 
-def _preset(name: str, variables: Mapping[str, Mapping[str, str]]) -> Preset:
-    return Preset(name, {key: EnvVariable(**one) for key, one in variables.items()})
-
-
 _TABLE: dict[str, dict[str, Preset]] = {
-    kind: {name: _preset(name, variables) for name, variables in own.items()}
+    kind: {name: Preset(name, {key: EnvVariable(**one) for key, one in each.items()}) for name, each in own.items()}
     for kind, own in read_table(__file__, "presets.yaml").items()
 }
 PRESETS = _TABLE["npu"]

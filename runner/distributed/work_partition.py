@@ -73,9 +73,8 @@ def group_by_prompt(requests: Sequence[Request]) -> tuple[list[list[int]], list[
     for at, request in enumerate(requests):
         groups.setdefault(request.group, []).append(at)
     members = list(groups.values())
-    return members, [
-        len(requests[group[0]].prompt) + sum(requests[at].max_new_tokens for at in group) for group in members
-    ]
+    longest = [sum(requests[at].max_new_tokens for at in group) for group in members]
+    return members, [len(requests[group[0]].prompt) + most for group, most in zip(members, longest, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

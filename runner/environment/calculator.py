@@ -5,11 +5,12 @@ policy: calc 12*(3+4)   ──▶   tool: 84   ──▶   policy: 84   (no call
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from runner.core.untrusted_text import NotArithmetic, evaluate
 from runner.environment.config import CalculatorConfig
-from runner.interfaces import Environment, EnvironmentFactory, Observation, Prompt
+from runner.interfaces import EnvironmentFactory, Observation, Prompt
 
 CALL = "calc "
 
@@ -35,8 +36,4 @@ class Calculator:
 
 def build(config: CalculatorConfig, **_: Any) -> EnvironmentFactory:
     """A maker of calculators."""
-
-    def make() -> Environment:
-        return Calculator(config.role)
-
-    return EnvironmentFactory(make, config.max_turns, roles=(config.role,))
+    return EnvironmentFactory(partial(Calculator, config.role), config.max_turns, roles=(config.role,))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -30,14 +29,6 @@ class EnvironmentConfig(ComponentConfig):
     def is_repeatable(self) -> bool:
         """Whether runs with the same seed give the same bytes: not where it matters which tool is the faster."""
         return True
-
-    def with_absolute_paths(self) -> Self:
-        """The same config with the paths of local files made absolute."""
-        return self
-
-    def with_user_files(self, change: Callable[[Path], Path]) -> Self:
-        """The same config with the paths of the user's own code changed, of which a run keeps copies."""
-        return self
 
     def preflight(self) -> None:
         """Raise for what is wrong outside the spec; imports nothing heavy."""
@@ -126,13 +117,10 @@ class ToolEnvironmentConfig(EnvironmentConfig):
         default=30.0, gt=0, description="Timeout in seconds for the calls of one turn; then the episode is left out."
     )
     max_wait_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="Seconds to wait for the last episodes alone, before they are left out.",
+        default=None, gt=0, description="Seconds to wait for the last episodes alone, before they are left out."
     )
     lockstep: bool = Field(
-        default=False,
-        description="Wait for all replies before the next turns: slower, the same bytes in every run.",
+        default=False, description="Wait for all replies before the next turns: slower, the same bytes in every run."
     )
     workers: int = Field(default=64, ge=1, description="Number of episodes of a rank that run calls at the same time.")
     max_failures: int = Field(

@@ -8,7 +8,6 @@ An episode whose process raises, hangs, dies or says what cannot be read is left
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -31,7 +30,6 @@ from runner.environment.processes import (
 )
 from runner.interfaces import EnvironmentReply, EpisodeResult, Prompt
 from runner.interfaces.environments import EpisodeChat, Message
-from runner.run_dir.user_files import original_path
 from runner.user_code.process import CapturedOutput, FunctionTarget, WorkerStartError
 
 if TYPE_CHECKING:
@@ -66,11 +64,7 @@ class FunctionEnvironments:
     roles: tuple[str, ...] = ()
 
     def __init__(
-        self,
-        config: ToolEnvironmentConfig,
-        processes: EpisodeProcesses,
-        chat: EpisodeChat,
-        failures: EpisodeFailures,
+        self, config: ToolEnvironmentConfig, processes: EpisodeProcesses, chat: EpisodeChat, failures: EpisodeFailures
     ) -> None:
         self.config, self.processes, self.chat, self.failures = config, processes, chat, failures
         self.max_turns, self.max_episode_tokens = config.max_turns, config.max_episode_tokens
@@ -118,10 +112,8 @@ class FunctionEnvironments:
             raise EpisodeFailure("no process", f"no process can start: {error}") from error
         if not self.processes.is_class:
             return None
-        prompt = episode.prompt
-        asked = prompt.text if prompt.messages is None else [dict(m) for m in prompt.messages]
-        said: str | None = self.request(episode, reset={**prompt.columns, "prompt": asked})["said"]
-        return said
+        reset = {**episode.prompt.columns, "prompt": episode.prompt.as_argument()}
+        return self.request(episode, reset=reset)["said"]
 
     def _with_tools(self, prompt: Prompt, words: str | None) -> Prompt:
         """The prompt with the tools, and what `reset` said at the end of its last message, as in TRL."""
@@ -228,8 +220,8 @@ class FunctionEpisodes:
             said = () if message is None else (message,)
             episode.messages += said
             return EnvironmentReply(said, turn, counts={"turns": 1})
-        chat = self.owner.chat
-        answer = ChatAnswer(chat.tool_format, self._is_thinking(episode), self.owner.processes.tools)
+        chat, is_thinking = self.owner.chat, episode.prompt.text.rstrip().endswith("<think>")
+        answer = ChatAnswer(chat.tool_format, is_thinking, self.owner.processes.tools)
         parts = [*answer.push(text), *answer.close()]
         turn = _message(parts, answer.calls, episode.turns)
         counts = {"turns": 1, "calls": len(answer.calls), "malformed_calls": len(answer.errors), "tool_errors": 0}
@@ -247,9 +239,6 @@ class FunctionEpisodes:
                 messages = []
         episode.messages += [turn, *messages]
         return EnvironmentReply(tuple(messages), turn, counts=counts)
-
-    def _is_thinking(self, episode: PlayedEpisode) -> bool:
-        return episode.prompt.text.rstrip().endswith("<think>")
 
     def _result(self, episode: PlayedEpisode) -> EpisodeResult:
         """Score and attributes at the end. Raises EpisodeFailure."""
@@ -285,26 +274,13 @@ def _parse_error_result(error: str, tool_format: ToolFormat | None, call: str) -
     return _result("unknown", call, f"error: the call cannot be read as {tool_format.name}: {error}")
 
 
-def build(
-    config: FunctionEnvironmentConfig,
-    *,
-    decide: Decide,
-    chat: Callable[[], EpisodeChat],
-    folder: Path | None = None,
-    **_: Any,
-) -> FunctionEnvironments:
+def build(config: FunctionEnvironmentConfig, *, decide: Decide, **context: Any) -> FunctionEnvironments:
     """Start the process that has the user's file. Raises SpecError if it cannot be used.
 
-    chat: of the policy; folder: where environment.log is kept, with what the code prints, and full tracebacks
+    context: see `play_target`
     """
-    config.preflight()
-    source = config.file.resolve()
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    file = original_path(source)
-    label = f"{file.name}:{config.function}"
-    decide("environment.path", f"{file}:{config.function}", f"{file}:{config.function}", f"sha256 {digest}")
-    target = FunctionTarget(file, config.function, env=config.env, copy=source)
-    return play_target(config, target, label, "environment.path", decide, chat, folder)
+    target = FunctionTarget.from_config(config, decide)
+    return play_target(config, target, target.label, "environment.path", decide=decide, **context)
 
 
 def play_target(
@@ -312,13 +288,16 @@ def play_target(
     target: FunctionTarget,
     label: str,
     key: str,
+    *,
     decide: Decide,
     chat: Callable[[], EpisodeChat],
-    folder: Path | None,
+    folder: Path | None = None,
+    **_: Any,
 ) -> FunctionEnvironments:
     """Start the process that plays episodes of a target. Raises SpecError for the option `key`.
 
-    label: of what is logged
+    label: of what is logged; chat: of the policy; folder: where environment.log is kept, with what the code prints,
+    and full tracebacks
     """
     output = CapturedOutput(label, None if folder is None else folder / "environment.log")
     try:

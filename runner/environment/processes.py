@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,13 +15,12 @@ from runner.core.errors import EnvironmentProblem
 from runner.core.subprocess import JsonLines
 from runner.core.tool_formats import Tools
 from runner.environment import worker
-from runner.interfaces.rewards import encode_json
+from runner.interfaces.rewards import FailureCounts, encode_json
 from runner.user_code.process import START_S, CapturedOutput, FunctionTarget, UserProcess
 
 log = logging.getLogger("runner")
 PROGRAM = Path(worker.__file__)
 REPLY_BYTES = 1 << 28
-MOST_KINDS = 20
 
 
 class EpisodeFailure(Exception):
@@ -107,7 +105,7 @@ class EpisodeFailures:
 
     def __init__(self, label: str, max_failures: int, output: CapturedOutput) -> None:
         self._label, self._max_failures, self._output = label, max_failures, output
-        self._counts: Counter[str] = Counter()
+        self._counts = FailureCounts(label)
         self._in_a_row = self._episodes = 0
 
     def record(self, failure: EpisodeFailure | None) -> None:
@@ -117,12 +115,9 @@ class EpisodeFailures:
             self._in_a_row = 0
             return
         kind, message, *trace = map(str, failure.args)
-        kind = kind if kind in self._counts or len(self._counts) < MOST_KINDS else "other reasons"
-        if kind not in self._counts:
-            log.warning("%s: an episode is left out: %s", self._label, message)
+        self._counts.add(kind, f"an episode is left out: {message}")
         for text in trace:
             self._output.append_to_file(text)
-        self._counts[kind] += 1
         self._in_a_row += 1
         if self._in_a_row >= self._max_failures:
             text = f"{self._label}: {self._in_a_row} episodes in a row failed (environment.max_failures); the last one:"
@@ -130,8 +125,4 @@ class EpisodeFailures:
 
     def close(self) -> None:
         """Warn how many episodes were left out, by kind."""
-        if self._counts:
-            kinds = "; ".join(f"{count} × {kind}" for kind, count in self._counts.most_common())
-            total = self._counts.total()
-            log.warning("%s: %d of %d episodes were left out: %s", self._label, total, self._episodes, kinds)
-        self._counts.clear()
+        self._counts.log_total(self._episodes, "episodes were left out")

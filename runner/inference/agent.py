@@ -188,7 +188,7 @@ class AgentEpisodes:
         """Run the program of an episode. Raises EpisodeFailure."""
         owner, prompt = self.owner, self.prompts[session.number]
         task = {
-            "prompt": prompt.text if prompt.messages is None else [dict(m) for m in prompt.messages],
+            "prompt": prompt.as_argument(),
             "columns": dict(prompt.columns),
             "seed": self.seeds[session.number],
         }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.core.errors import StorageError
+from runner.core.fsync_io import storage_errors
 from runner.core.media import without_media
 from runner.inference.engine import Engine, FinishReason, GenerationRequest, SamplingParams
 from runner.interfaces import Request, Rollout
@@ -30,11 +30,9 @@ class AnswerJournal:
     def __init__(self, path: Path) -> None:
         """Raises StorageError where the file cannot be read or written."""
         self.path, self.num_known = path, 0
-        try:
+        with storage_errors(f"cannot read {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror}") from error
         if lines and not lines[-1].endswith(b"\n"):
             self._append(b"\n")  # what follows a torn line is a line of its own
         self._answers = dict(self._read(lines))
@@ -61,11 +59,8 @@ class AnswerJournal:
         self._answers[key] = rollout
 
     def _append(self, line: bytes) -> None:
-        try:
-            with self.path.open("ab") as file:
-                file.write(line)
-        except OSError as error:
-            raise StorageError(f"cannot write {self.path}: {error.strerror}") from error
+        with storage_errors(f"cannot write {self.path}"), self.path.open("ab") as file:
+            file.write(line)
 
 
 @dataclass(frozen=True, slots=True)

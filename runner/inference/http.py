@@ -130,12 +130,7 @@ class TokenCheck:
 
 
 def error_response(
-    status: int,
-    message: str,
-    kind: str | None = None,
-    *,
-    param: str | None = None,
-    code: str | None = None,
+    status: int, message: str, kind: str | None = None, *, param: str | None = None, code: str | None = None
 ) -> JSONResponse:
     """An error in the shape of OpenAI's API. param: the field of the body that is wrong."""
     kind = kind or ("invalid_request_error" if status < 500 else "server_error")

@@ -296,9 +296,8 @@ class HeadedModel(Model, Protocol):
     # of a micro-batch, which is one rank's own
     def forward_local(self, batch: Batch, needs: frozenset[str]) -> Outputs: ...
 
-    def lm_head(
-        self,
-    ) -> Callable[[Tensor], Tensor]: ...  # output `hidden` [S, H] → logits [S, V]; or UnsupportedModelError
+    # output `hidden` [S, H] → logits [S, V]; or UnsupportedModelError
+    def lm_head(self) -> Callable[[Tensor], Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)

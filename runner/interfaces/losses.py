@@ -298,7 +298,8 @@ def _options(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[
     hints = get_type_hints(SimpleNamespace(__annotations__=own), function.__globals__, include_extras=True)
     found = {}
     for name, hint in hints.items():
-        field = next((a for a in get_args(hint)[1:] if isinstance(a, FieldInfo)), None) if is_annotated(hint) else None
+        metadata = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        field = next((a for a in metadata if isinstance(a, FieldInfo)), None)
         if field is None:
             continue
         if keywords[name] is inspect.Parameter.empty or not field.description:
@@ -309,8 +310,3 @@ def _options(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[
         bounded = Annotated[(get_args(hint)[0], *field.metadata)] if field.metadata else get_args(hint)[0]
         found[name] = Option(bounded, keywords[name], field.description)
     return found
-
-
-def is_annotated(hint: Any) -> bool:
-    """Whether a type hint is `Annotated[…]`."""
-    return get_origin(hint) is Annotated

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, Protocol, Self, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,16 @@ class SequenceLengths:
         return cls(tuple(lengths), ends.to(device, non_blocking=True), max(lengths))
 
 
+class VarlenOptions(TypedDict):
+    """What `VarlenAttention` takes beside its tensors."""
+
+    queries: SequenceLengths
+    keys: SequenceLengths
+    window: int | None
+    dropout: float
+    scale: float
+
+
 class VarlenAttention(Protocol):
     """Causal attention within sequences that lie end to end, by a kernel of a device's own.
 
@@ -56,18 +66,16 @@ class VarlenAttention(Protocol):
     call: there a kernel must not read `lengths`, or it is compiled again for each batch.
     """
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        queries: SequenceLengths,
-        keys: SequenceLengths,
-        window: int | None,
-        dropout: float,
-        scale: float,
-    ) -> Tensor: ...
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[VarlenOptions]) -> Tensor: ...
+
+
+class DenseOptions(TypedDict):
+    """What `DenseAttention` takes beside its tensors."""
+
+    mask: Tensor | None
+    causal: bool
+    dropout: float
+    scale: float
 
 
 class DenseAttention(Protocol):
@@ -78,17 +86,7 @@ class DenseAttention(Protocol):
     where S = L, those up to the query's own. The output is 0 where a query sees nothing.
     """
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        causal: bool,
-        dropout: float,
-        scale: float,
-    ) -> Tensor: ...
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[DenseOptions]) -> Tensor: ...
 
 
 class Device(Protocol):

@@ -70,21 +70,41 @@ def unscored_group(size: int, kind: str, message: str) -> GroupScores:
     return GroupScores([None] * size, (ScoringFailure(kind, message, size),))
 
 
+class FailureCounts:
+    """Counts failures by kind; logs the first one of each kind, and at the end how many there were."""
+
+    def __init__(self, label: str) -> None:
+        self._label, self._counts = label, Counter[str]()
+
+    def add(self, kind: str, text: str, count: int = 1) -> None:
+        """Count failures of a kind; `text` is logged for the first one."""
+        kind = kind if kind in self._counts or len(self._counts) < MOST_KINDS else "other reasons"
+        if kind not in self._counts:
+            log.warning("%s: %s", self._label, text)
+        self._counts[kind] += count
+
+    def log_total(self, of: int, what: str) -> None:
+        """Log once how many of so many failed, by kind. what: of whom, and what happened."""
+        if self._counts:
+            kinds = "; ".join(f"{count} × {kind}" for kind, count in self._counts.most_common())
+            log.warning("%s: %d of %d %s: %s", self._label, self._counts.total(), of, what, kinds)
+        self._counts.clear()
+
+
 class ScoringFailures:
     """Counts the failures of a reward."""
 
     def __init__(self, label: str, max_failures: int, remedy: str, error: type[RunnerError] = DataError) -> None:
         self._label, self._remedy, self._error = label, remedy, error
-        self._max_failures = max_failures
+        self._max_failures, self._counts = max_failures, FailureCounts(label)
         self._in_a_row = 0  # groups of which no sample could be scored
         self._samples = 0
-        self._counts: Counter[str] = Counter()
 
     def record_group(self, scored: GroupScores) -> list[float | None]:
         """Count a group and return its scores. Raises `error` after `max_failures` groups in a row without a
         score, whatever the cause: DataError where the reward itself returned None for each sample."""
         for failure in scored.failures:
-            self._warn_once(failure)
+            self._counts.add(failure.kind, f"not scored: {failure.message}", failure.samples)
         self._samples += len(scored.values)
         if not scored.values:
             return scored.values
@@ -99,17 +119,7 @@ class ScoringFailures:
 
     def close(self) -> None:
         """Warn how many samples had no score, by kind."""
-        if self._counts:
-            kinds = "; ".join(f"{count} × {kind}" for kind, count in self._counts.most_common())
-            total = self._counts.total()
-            log.warning("%s: %d of %d samples could not be scored: %s", self._label, total, self._samples, kinds)
-        self._counts.clear()
-
-    def _warn_once(self, failure: ScoringFailure) -> None:
-        kind = failure.kind if failure.kind in self._counts or len(self._counts) < MOST_KINDS else "other reasons"
-        if kind not in self._counts:
-            log.warning("%s: not scored: %s", self._label, failure.message)
-        self._counts[kind] += failure.samples
+        self._counts.log_total(self._samples, "samples could not be scored")
 
 
 Group = Sequence["Completion"]
@@ -201,7 +211,7 @@ def reward_arguments(group: Sequence[Completion]) -> dict[str, Any]:
                 f"the data has a column '{name}', a name that the run passes to rewards itself\n  rename the column"
             )
     return {
-        "prompts": [_prompt(c) for c in group],
+        "prompts": [c.prompt.as_argument() for c in group],
         "completions": [_completion(c) for c in group],
         "completion_ids": [list(c.ids) for c in group],
         **{name: [c.prompt.columns.get(name) for c in group] for name in columns},
@@ -219,11 +229,6 @@ def encode_json(content: Mapping[str, Any]) -> bytes:
             f"a column of the data cannot be sent to the reward as JSON: {error}\n"
             "  convert it to text, numbers, lists and objects, or remove the column"
         ) from error
-
-
-def _prompt(completion: Completion) -> str | list[dict[str, Any]]:
-    messages = completion.prompt.messages
-    return completion.prompt.text if messages is None else [dict(m) for m in messages]
 
 
 def _completion(completion: Completion) -> str | list[dict[str, Any]]:

@@ -58,8 +58,9 @@ class ExpertCounts:
         if not int(self.tokens):
             return {}
         share = self.chosen / self.chosen.sum(1, keepdim=True)
+        balance = share.shape[1] * (share * self.probability / self.tokens).sum(1)
         found = {
-            "router/load_balance_loss": float(self._load_balance(share).mean()),
+            "router/load_balance_loss": float(balance.mean()),
             "router/max_load": float(share.max()) * share.shape[1],
             "router/idle_experts": float(self.idle.sum()),
         }
@@ -71,9 +72,6 @@ class ExpertCounts:
                 "router/replay_diff_max": float(differ.max()),
             }
         return found
-
-    def _load_balance(self, share: Tensor) -> Tensor:
-        return share.shape[1] * (share * self.probability / self.tokens).sum(1)
 
 
 class ExpertRouting(Protocol):

@@ -61,6 +61,10 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
 
+    def as_argument(self) -> str | list[dict[str, Any]]:
+        """What a user's function gets: the messages, or the text without them."""
+        return self.text if self.messages is None else [dict(m) for m in self.messages]
+
 
 @dataclass(frozen=True, slots=True)
 class EvalQuestion:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ import yaml
 from safetensors import SafetensorError
 
 from runner.core.errors import StorageError
-from runner.core.fsync_io import error_reason, replace_folder
+from runner.core.fsync_io import replace_folder, storage_errors
 from runner.model.model_folder import (
     BASE_QUANTIZATION,
     BASE_WEIGHTS,
@@ -62,7 +61,8 @@ def write_export(
     unchanged.
     """
     staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    with _translate_errors(target):
+    remedy = "; the checkpoints are complete: free space or fix the disk, then type: run export"
+    with storage_errors(f"cannot write the export {display_path(target)}", remedy, (OSError, SafetensorError)):
         if target.exists() and not target.is_dir():
             raise StorageError(f"{display_path(target)} exists and is not a folder; move it, then export again")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -84,17 +84,6 @@ def _open_to_readers(staging: Path) -> None:
     mode = (staging / MODEL_CARD).stat().st_mode
     for path in staging.iterdir():
         path.chmod(mode)
-
-
-@contextmanager
-def _translate_errors(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"cannot write the export {display_path(target)}: {error_reason(error)}; the checkpoints are complete: "
-            "free space or fix the disk, then type: run export"
-        ) from error
 
 
 def write_card(

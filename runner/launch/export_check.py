@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,11 @@ def _compare_answers(
     prompts = [prompt for prompt, _ in asked]
     ids, answers, logprobs = _own_answers(model, asked, style)
     expected = list(zip(prompts, ids, answers, logprobs, strict=True))
+    questions = _questions(model, asked, ids, answers, style)
     dtype = str(model.compute_dtype).removeprefix("torch.")
     stacks, largest = list[str](), 0.0
     for python in (sys.executable, *([str(other)] if other else [])):
-        stack, found = _generate_from_folder(python, model, folder, asked, ids, answers, style, base)
+        stack, found = _generate_from_folder(python, model, folder, questions, base)
         stacks.append(stack)
         for (prompt, own, answer, wanted), theirs in zip(expected, found, strict=True):
             if theirs["prompt_ids"] != vocabulary_ids(own, images_of(model.tokenizer)):
@@ -145,7 +146,7 @@ def check_quantized(
     """
     asked: list[tuple[str, Path | None]] = [(prompt, None) for prompt in prompts]
     ids, answers, logprobs = _own_answers(model, asked, style)
-    stack, found = _generate_from_folder(str(python), model, folder, asked, ids, answers, style, None)
+    stack, found = _generate_from_folder(str(python), model, folder, _questions(model, asked, ids, answers, style))
     diffs = [
         abs(a - b) for own, one in zip(logprobs, found, strict=True) for a, b in zip(own, one["logprobs"], strict=True)
     ]
@@ -191,34 +192,26 @@ def _logprobs(model: GenerativeModel, prompts: Sequence[list[int]], answers: Seq
     return found
 
 
+def _questions(
+    model: GenerativeModel, asked: Sequence[tuple[str, Path | None]], ids: Any, answers: Any, style: PromptStyle
+) -> list[dict[str, Any]]:
+    """What the program that loads the folder is given of each prompt, its ids and its answer."""
+    options = {"style": style, "max_new_tokens": MAX_NEW_TOKENS}
+    return [
+        {**options, "text": prompt, "begin": _begin(model.tokenizer, prompt, own, style), "answer": answer}
+        | {"image": image and str(image)}
+        for (prompt, image), own, answer in zip(asked, ids, answers, strict=True)
+    ]
+
+
 def _generate_from_folder(
-    python: str,
-    model: GenerativeModel,
-    folder: Path,
-    prompts: Sequence[tuple[str, Path | None]],
-    ids: Sequence[list[int]],
-    answers: Sequence[list[int]],
-    style: PromptStyle,
-    base: str | None,
+    python: str, model: GenerativeModel, folder: Path, questions: Sequence[Mapping[str, Any]], base: str | None = None
 ) -> tuple[str, list[dict[str, Any]]]:
     """The versions of the libraries that loaded the folder, and what they generated."""
-    questions = [
-        {
-            "text": prompt,
-            "style": style,
-            "begin": _begin(model.tokenizer, prompt, own, style),
-            "answer": answer,
-            "max_new_tokens": MAX_NEW_TOKENS,
-            "image": image and str(image),
-        }
-        for (prompt, image), own, answer in zip(prompts, ids, answers, strict=True)
-    ]
     dtype = str(model.compute_dtype).removeprefix("torch.")
-    asked: dict[str, Any] = {"folder": str(folder), "base": base, "dtype": dtype, "threads": torch.get_num_threads()}
-    asked["questions"] = questions
-    done = subprocess.run(
-        [python, "-P", str(PROBE)], input=json.dumps(asked), capture_output=True, text=True, check=False
-    )
+    asked = {"folder": str(folder), "base": base, "dtype": dtype, "threads": torch.get_num_threads()}
+    given = json.dumps({**asked, "questions": questions})
+    done = subprocess.run([python, "-P", str(PROBE)], input=given, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise _unlike(python, f"transformers cannot load it: {last}")

@@ -20,6 +20,7 @@ import yaml
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Interrupted, RunnerError, StorageError
+from runner.core.fsync_io import storage_errors
 from runner.launch.config import ExternalLaunchConfig
 from runner.run_dir import manifest
 from runner.run_dir.folder import RunFolder, display_path, read_mapping, write_atomic, write_json
@@ -84,14 +85,12 @@ def write_report(folder: RunFolder, *, announce: bool = False) -> None:
 def archive_attempt(folder: RunFolder, attempt: int, typed: Sequence[str]) -> None:
     """Move files that this attempt will rewrite to attempts/N/, with the earlier spec and the typed words."""
     kept = folder.attempts / str(attempt)
-    try:
+    with storage_errors(f"cannot write {kept}"):
         kept.mkdir(parents=True, exist_ok=True)
         for path in (folder.manifest, folder.stacks):
             if path.exists() and path.stat().st_size:
                 os.replace(path, kept / path.name)
         write_atomic(kept / folder.spec.name, folder.spec.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StorageError(f"cannot write {kept}: {error.strerror}") from error
     write_yaml(kept / folder.overrides.name, {"typed": manifest.redact_values(typed)})
 
 

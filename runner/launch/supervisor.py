@@ -207,12 +207,9 @@ def kill_all(members: Sequence[WorkerProcess]) -> None:
 
 def rendezvous_environment(address: tuple[str, int]) -> Mapping[str, str]:
     """Variables with which all ranks find the rendezvous store."""
-    return {
-        "MASTER_ADDR": address[0],
-        "MASTER_PORT": str(address[1]),
-        # the store exists before the ranks, so all of them are its clients
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    host, port = address
+    # the store exists before the ranks, so all of them are its clients
+    return {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 @dataclass(slots=True)

@@ -32,8 +32,9 @@ from typing import Any
 
 import yaml
 
-from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RankLost, RunnerError, SpecError, StorageError
+from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RankLost, RunnerError, SpecError
 from runner.core.file_lock import FileLock
+from runner.core.fsync_io import storage_errors
 from runner.core.rank_info import without_rank_variables
 from runner.core.signals import SignalRecorder, signal_name
 from runner.core.subprocess import ChildProcess
@@ -311,11 +312,9 @@ def _is_done(folder: RunFolder) -> bool:
 @contextmanager
 def _lock_upstream_run(folder: RunFolder, whose: str) -> Iterator[int]:
     """Hold an upstream run's lock; yields the descriptor, which its process inherits. Raises StorageError."""
-    try:
+    with storage_errors(f"cannot write in {folder.root.parent}"):
         folder.root.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.root.with_suffix(".lock"))
-    except OSError as error:
-        raise StorageError(f"cannot write in {folder.root.parent}: {error.strerror}") from error
     with lock:
         try:
             lock.acquire()

@@ -11,7 +11,7 @@ All answer with the reason why not, or None. No weight, mode or random stream is
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from runner.core.batch import pack
 from runner.core.tolerance import tolerance_of
 from runner.interfaces import DenseAttention, SequenceLengths, VarlenAttention
+from runner.interfaces.model import VarlenOptions
 from runner.model.batch_layout import run_packed
 from runner.model.flops import head_size
 from runner.model.media import MediaInputs
@@ -106,8 +107,7 @@ def packed_objection(causal: Any, device: torch.device, media: MediaInputs | Non
         return _static_objection(causal)
 
     def forward(**keywords: Any) -> Tensor:
-        hidden: Tensor = causal.base_model(use_cache=False, **keywords).last_hidden_state
-        return hidden
+        return causal.base_model(use_cache=False, **keywords).last_hidden_state
 
     rows = [*PROBE_ROWS, *(media.probe_rows() if media else ())]
     wanted = torch.cat([forward(input_ids=torch.tensor([row], device=device))[0] for row in rows])
@@ -131,7 +131,7 @@ def kernel_objection(kernel: VarlenAttention, config: Any, dtype: torch.dtype, d
     heads, kv_heads, size = _head_shape(config)
     drawn = _random_inputs([(10, heads, size), *[(14, kv_heads, size)] * 2], dtype, device)
     for window in (None, 2):
-        options = {"queries": queries, "keys": keys, "window": window, "scale": size**-0.5}
+        options = {"queries": queries, "keys": keys, "window": window, "dropout": 0.0, "scale": size**-0.5}
         if reason := _kernel_difference(kernel, _reference_varlen, drawn, options):
             return reason + f" with a window of {window}" * bool(window)
     return None
@@ -144,7 +144,7 @@ def dense_objection(kernel: DenseAttention, config: Any, dtype: torch.dtype, dev
     mask[1, :, :, :3] = False
     for queries, keys, seen in ((4, 4, None), (4, 6, mask.to(device)), (1, 6, None)):
         drawn = _random_inputs([(2, heads, queries, size), *[(2, kv_heads, keys, size)] * 2], dtype, device)
-        options = {"mask": seen, "causal": queries == keys, "scale": size**-0.5}
+        options = {"mask": seen, "causal": queries == keys, "dropout": 0.0, "scale": size**-0.5}
         if reason := _kernel_difference(kernel, _reference_dense, drawn, options):
             return f"{reason}, for {queries} queries on {keys} keys"
     return None
@@ -167,7 +167,7 @@ def _kernel_difference(kernel: Any, defined: Any, drawn: list[Tensor], options: 
         return None
     wide = torch.promote_types(drawn[0].dtype, torch.float32)
     try:
-        got = _with_gradients(kernel, drawn, dropout=0.0, **options)
+        got = _with_gradients(kernel, drawn, **options)
     except (RuntimeError, TypeError, ValueError) as error:  # of whatever kind a foreign kernel refuses with
         return f"its kernel fails: {str(error).strip().splitlines()[0]}"
     wanted = _with_gradients(defined, [t.detach().to(wide).requires_grad_() for t in drawn], **options)
@@ -183,30 +183,21 @@ def _with_gradients(attend: Any, tensors: list[Tensor], **options: Any) -> list[
     return [out.detach(), *torch.autograd.grad(out.square().sum(), tensors)]
 
 
-def _reference_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    queries: SequenceLengths,
-    keys: SequenceLengths,
-    window: int | None,
-    scale: float,
-) -> Tensor:
-    """Attention by its definition, sequence by sequence; see `VarlenAttention`."""
-    done = []
-    cut = (query.split(queries.lengths), key.split(keys.lengths), value.split(keys.lengths))
+def _reference_varlen(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[VarlenOptions]) -> Tensor:
+    """Attention by its definition without dropout, sequence by sequence; see `VarlenAttention`."""
+    done, lengths = [], options["keys"].lengths
+    cut = (query.split(options["queries"].lengths), key.split(lengths), value.split(lengths))
     for q, k, v in zip(*cut, strict=True):
         place = torch.arange(len(k), device=k.device)
         behind = place[-len(q) :, None] - place
-        mask = (behind >= 0) & (behind < (window or len(k)))
+        mask = (behind >= 0) & (behind < (options["window"] or len(k)))
         rows = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
-        done.append(_reference_dense(*rows, mask=mask, causal=False, scale=scale)[0].transpose(0, 1))
+        done.append(_reference_dense(*rows, mask=mask, causal=False, scale=options["scale"])[0].transpose(0, 1))
     return torch.cat(done)
 
 
 def _reference_dense(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float, dropout: float = 0.0
 ) -> Tensor:
     """Attention by its definition, row by row; see `DenseAttention`."""
     groups = query.shape[1] // key.shape[1]

@@ -100,8 +100,7 @@ class CausalLM(TransformersModel):
 
         @torch.no_grad()
         def logits(hidden: Tensor) -> Tensor:
-            made: Tensor = functional_call(lm_head, parameters, (hidden.to(parameters["weight"].dtype),))
-            return made
+            return functional_call(lm_head, parameters, (hidden.to(parameters["weight"].dtype),))
 
         return logits
 

@@ -62,7 +62,7 @@ def enable_checkpointing(inner: Any, mode: CheckpointingMode, *, offload: bool, 
         decide(OPTION, _option_text(mode), "true", f"{type(inner).__name__} does not expose its layers")
     run: Any = partial(checkpoint, use_reentrant=False)
     if mode == "selective":
-        run = partial(run, context_fn=_selective_contexts)
+        run = partial(run, context_fn=lambda: create_selective_checkpoint_contexts(SelectivePolicy()))
     if offload:
         run = partial(_run_offloaded, run)
     every = mode if isinstance(mode, int) else 1  # true is 1
@@ -90,12 +90,6 @@ def _save_on_host(kind: str) -> AbstractContextManager[Any]:
 
 def _empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Around the first and around the second pass of a layer."""
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(SelectivePolicy())
-    return contexts
 
 
 class SelectivePolicy:

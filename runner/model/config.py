@@ -98,14 +98,6 @@ class ModelConfig(ComponentConfig):
         """`dtype`; of a config that no job was decoded with, and that leaves it out, that of the CPU."""
         return self.dtype or "float32"
 
-    def with_absolute_paths(self) -> Self:
-        """The same config with the paths of local folders made absolute."""
-        return self
-
-    def with_resolved_source(self, resolve: ResolveSource) -> Self:
-        """The same config with what `source` means as a folder or hub id."""
-        return self
-
     def preflight(self) -> None:
         """Raise EnvironmentProblem where this machine cannot get the model's files, or quantize them."""
         require_bitsandbytes(self.quantization)

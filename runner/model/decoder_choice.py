@@ -54,8 +54,7 @@ def _unsupported_layers(causal: Any) -> list[str]:
 
 
 def _last_logits(causal: Any, row: PromptIds) -> Tensor:
-    logits: Tensor = causal(input_ids=torch.tensor([row], device=causal.device), use_cache=False).logits[0, -1]
-    return logits
+    return causal(input_ids=torch.tensor([row], device=causal.device), use_cache=False).logits[0, -1]
 
 
 def choose_decoder(causal: Any, decide: Decide) -> MakeDecoder:

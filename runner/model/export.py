@@ -132,7 +132,8 @@ def merge_temporarily(module: nn.Module) -> Iterator[None]:
     layers = _adapted_layers(module)
     bases = [p for layer in layers for p in layer.get_base_layer().parameters()]
     shares = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    if not layers or unmergeable_layers(module) or any(not _is_mergeable(p) or shares[id(p)] > 1 for p in bases):
+    unfit = (p.dtype not in MERGEABLE_TYPES or isinstance(p, QuantizedWeight) or shares[id(p)] > 1 for p in bases)
+    if not layers or unmergeable_layers(module) or any(unfit):
         yield
         return
     kept: list[Tensor] = [p.data for p in bases]
@@ -148,10 +149,6 @@ def merge_temporarily(module: nn.Module) -> Iterator[None]:
                 layer.unmerge()  # for peft's books; its weights are a rounding away from the first ones
         for p, data in zip(bases, kept, strict=True):
             p.data = data
-
-
-def _is_mergeable(parameter: Tensor) -> bool:
-    return parameter.dtype in MERGEABLE_TYPES and not isinstance(parameter, QuantizedWeight)
 
 
 def _adapted_layers(module: nn.Module) -> list[Any]:
@@ -186,10 +183,9 @@ def adapter_state_dict(module: Any, tensors: dict[str, Tensor]) -> dict[str, Ten
     """Those of a peft model's tensors that peft writes, under the names that it writes."""
     from peft import get_peft_model_state_dict
 
-    made: dict[str, Tensor] = get_peft_model_state_dict(
+    return get_peft_model_state_dict(
         module, state_dict=tensors, adapter_name=module.active_adapter, save_embedding_layers=False
     )
-    return made
 
 
 def meta_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

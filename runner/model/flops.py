@@ -27,12 +27,8 @@ from torch import nn
 from runner.core.batch import Batch, footprints
 from runner.model.model_parts import part_finder
 
-NOT_ATTENTION = (
-    "linear",
-    "mamba",
-    "conv",
-    "recurrent",
-)  # how the kinds of layers begin that no pair of tokens meets in
+# how the kinds of layers begin that no pair of tokens meets in
+NOT_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 UNUSED_MODULE = "original_module"  # what peft keeps of a module of which it trains a copy
 
 
@@ -160,12 +156,10 @@ def attention_widths(config: Any) -> tuple[tuple[int | None, int], ...]:
     if not _int_attribute(inner, "num_attention_heads"):  # a state-space model
         return ()
     size = head_size(inner)
-    latent = _int_attribute(inner, "qk_nope_head_dim") + _int_attribute(
-        inner, "qk_rope_head_dim"
-    )  # of multi-head latent attention
-    width = _int_attribute(inner, "num_attention_heads") * (
-        (latent or size) + (_int_attribute(inner, "v_head_dim") or size)
-    )
+    # of multi-head latent attention
+    latent = _int_attribute(inner, "qk_nope_head_dim") + _int_attribute(inner, "qk_rope_head_dim")
+    widths = (latent or size) + (_int_attribute(inner, "v_head_dim") or size)
+    width = _int_attribute(inner, "num_attention_heads") * widths
     window = getattr(inner, "sliding_window", None)
     kinds = getattr(inner, "layer_types", None)
     windows = [window] * inner.num_hidden_layers

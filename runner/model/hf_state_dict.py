@@ -228,9 +228,8 @@ class HfStateDict:
     def num_bytes(self, which: WeightSubset) -> int:
         """Size of what `tensors` gives, in the base's own types."""
         if which == "adapter":
-            found = list(
-                adapter_state_dict(self._module, meta_tensors(self._module.state_dict(keep_vars=True))).values()
-            )
+            blanks = meta_tensors(self._module.state_dict(keep_vars=True))
+            found = list(adapter_state_dict(self._module, blanks).values())
         else:
             names = [name for name in self.converter.groups if self._includes(which, name)]
             found = [self.converter.model.get_parameter_or_buffer(name) for name in names]

@@ -152,9 +152,8 @@ def make_processor(name: str, images: Any, tokenizer: Any, settings: Mapping[str
         kind = getattr(transformers, name)
         if not hasattr(kind, "replace_image_token"):
             raise ImportError(f"transformers {transformers.__version__} is too old for images; install 5.23 or later")
-        unchecked = {
-            "check_argument_for_proper_class": lambda self, name, argument: None
-        }  # there is no video processor
+        # there is no video processor
+        unchecked = {"check_argument_for_proper_class": lambda self, name, argument: None}
         kind = type(name, (kind,), unchecked)
     known = inspect.signature(kind.__init__).parameters
     parts = {"image_processor": images, "tokenizer": tokenizer}

@@ -145,20 +145,13 @@ class MediaInputs:
         images = self.images(one for row in runs for one, _ in row)
         more = collate([image.values for image in images], self._keywords)
         kinds = (ids >= MEDIA_ID).long()
-        types: dict[str, Tensor] = {
-            name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in self._keywords
-        }
+        types = dict.fromkeys(self._keywords & {"token_type_ids", "mm_token_type_ids"}, kinds)
         positions = keywords.get("position_ids")
         if self.has_rotary_grid and positions is not None and positions.ndim == 2:
             types["position_ids"] = self._grid_positions(ids, positions, keywords.get("attention_mask"))
         dtype = getattr(module, "media_dtype", None)
         moved = {n: v.to(ids.device, dtype if v.is_floating_point() else None) for n, v in more.items()}
-        return args, {
-            **keywords,
-            "input_ids": torch.where(ids >= MEDIA_ID, self._token_id, ids),
-            **types,
-            **moved,
-        }
+        return args, {**keywords, "input_ids": torch.where(ids >= MEDIA_ID, self._token_id, ids), **types, **moved}
 
     def _add_unused_parameters(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The hook: without images, trained vision parameters have a gradient of zero, not none.
@@ -189,8 +182,7 @@ def media_inputs(inner: Any, tokenizer: Any) -> MediaInputs | None:
         return None
     if not hasattr(inner, "media_inputs"):
         inner.media_inputs = MediaInputs(inner, reader)
-    found: MediaInputs = inner.media_inputs
-    return found
+    return inner.media_inputs
 
 
 def _num_bytes(image: ProcessedImage) -> int:

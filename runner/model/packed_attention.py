@@ -36,8 +36,7 @@ IGNORABLE_OPTIONS = frozenset(
 
 def text_attention(model: Any) -> str:
     """The name of the attention function of a transformers model's decoder."""
-    name: str = model.config.get_text_config()._attn_implementation
-    return name
+    return model.config.get_text_config()._attn_implementation
 
 
 def set_text_attention(model: Any, name: str) -> None:
@@ -94,10 +93,9 @@ class PackedRows:
             from runner.model.attention_operator import attend_uncompiled
 
             return attend_uncompiled(query, key, value, self, window, dropout, scale)
-        out: Tensor = torch.ops.runner.packed_attention(
+        return torch.ops.runner.packed_attention(
             query, key, value, self.buckets, self.index, self.inverse, window, scale
         )
-        return out
 
 
 def plan_attention(batch: Batch, kernel: VarlenAttention | None = None) -> PackedRows:

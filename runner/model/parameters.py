@@ -128,8 +128,7 @@ def _casting_class(kind: Any, names: tuple[str, ...], dtype: torch.dtype) -> typ
 def _casting_property(name: str, dtype: torch.dtype) -> property:
     def read(module: nn.Module) -> Tensor | None:
         if (kept := module.__dict__.get("_casts")) is not None:
-            found: Tensor | None = kept[name]
-            return found
+            return kept[name]
         parameter = module._parameters[name]
         if parameter is None or isinstance(parameter, DTensor):  # which fully_shard reads; nothing computes with it
             return parameter
@@ -166,12 +165,10 @@ class FsdpRoot(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.reshard_after_forward = (
-            True  # whether a sharded layer's weights are freed between its forward and its backward pass
-        )
-        self.join_context: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # undoes for a while what cuts the layers
-        )
+        # whether a sharded layer's weights are freed between its forward and its backward pass
+        self.reshard_after_forward = True
+        # undoes for a while what cuts the layers
+        self.join_context: Callable[[], AbstractContextManager[None]] = nullcontext
         self._inside = 0
 
     @property
@@ -205,7 +202,8 @@ class FsdpRoot(nn.Module):
 
         Ranks may run different numbers of passes. Collective on both ends; a block inside another changes nothing.
         """
-        parts, joined = ([], nullcontext) if self._inside else (self._fsdp_modules(), self.join_context)
+        parts = [] if self._inside else [part for part in self.modules() if isinstance(part, FSDPModule)]
+        joined = nullcontext if self._inside else self.join_context
         self._inside += 1
         try:
             for part in parts:
@@ -219,9 +217,6 @@ class FsdpRoot(nn.Module):
                 self._reset_fsdp_iteration()
             for part in parts:
                 _set_reshard_after_forward(part, self.reshard_after_forward and not isinstance(part, FsdpRoot))
-
-    def _fsdp_modules(self) -> list[FSDPModule]:
-        return [part for part in self.modules() if isinstance(part, FSDPModule)]
 
 
 def _set_reshard_after_forward(part: FSDPModule, value: bool) -> None:

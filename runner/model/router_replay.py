@@ -170,8 +170,7 @@ class WithRouters:
     @property
     def routing(self) -> ExpertRouting | None:
         """The hooks of its routers; all models around the same transformers model share them."""
-        found: ExpertRouting | None = getattr(self.inner, "expert_routing", None)
-        return found
+        return getattr(self.inner, "expert_routing", None)
 
     def hook_routers(self) -> str | None:
         """Let experts be counted, recorded and replayed; returns why not, where that is impossible."""

@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import torch
-
 from runner.core.errors import EnvironmentProblem
-from runner.interfaces import Decide
 from runner.interfaces.media import ImageReader, images_of
 from runner.model import hf
 from runner.model.config import HfConfig, ModelConfig
-from runner.model.initial_weights import CheckArchitecture, InstallFusedOps
 from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype
 
@@ -25,18 +21,14 @@ def build(
     like: ModelConfig,
     *,
     tokenizer: Any,
-    device: torch.device,
-    seed: int,
-    decide: Decide,
-    longest: int,
     key: str,
     dtype: Dtype | None = None,
-    fit: InstallFusedOps | None = None,
-    admit: CheckArchitecture | None = None,
+    **options: Any,
 ) -> TransformersModel:
     """The frozen model at `path`, a folder or hub id, computed like the student (config `like`).
 
-    tokenizer: the student's; key: the option that has the path; dtype: to compute and store in, None = the student's.
+    tokenizer: the student's; key: the option that has the path; dtype: to compute and store in, None = the student's;
+    options: of `hf.build`.
     Raises what `hf.build` does, and EnvironmentProblem for another vocabulary.
     """
     how = {name: getattr(like, name) for name in ModelConfig.model_fields if name != "name"}
@@ -47,8 +39,7 @@ def build(
     refuse_other_vocabulary(path, key, own, tokenizer)
     if (reader := images_of(tokenizer)) and reader.is_used:
         refuse_other_images(path, key, hf.image_reader(config, own), reader)
-    given = {"tokenizer": tokenizer, "device": device, "seed": seed, "decide": decide, "longest": longest}
-    model = hf.build(config, key=key, fit=fit, admit=admit, **given)
+    model = hf.build(config, tokenizer=tokenizer, key=key, **options)
     model.module.requires_grad_(False)
     return model
 

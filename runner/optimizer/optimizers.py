@@ -146,14 +146,13 @@ def build_adamw8bit(
     Raises EnvironmentProblem if torchao cannot be imported.
     """
     kind = _optimizer_class()
-    found: torch.optim.Optimizer = kind(
+    return kind(
         decay_groups(parameters, config.weight_decay),
         lr=config.learning_rate,
         betas=config.betas,
         eps=config.eps,
         bf16_stochastic_round=config.stochastic_rounding,
     )
-    return found
 
 
 def _optimizer_class() -> Any:

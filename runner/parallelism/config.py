@@ -160,7 +160,10 @@ class MeshConfig(MultiProcessConfig):
         if mesh.cp > 1 and job.model.batch_layout == "padded":
             text = f"parallelism.cp={mesh.cp} needs packed batches; leave it out"
             found.append(("model.batch_layout", text))
-        found += self._unused_options(mesh) + self._teacher_conflicts(job)
+        found += self._unused_options(mesh)
+        if self.pp_virtual_stages > 1 and job.algorithm.scores_within_passes:  # in another order than its stages
+            text = "distill runs its teacher between its own passes; leave it out"
+            found.append(("parallelism.pp_virtual_stages", text))
         return found + [(p.key, p.message) for p in self.divisibility_problems(mesh, job.model.sizes())]
 
     def _unused_options(self, mesh: Mesh) -> list[tuple[str, str]]:
@@ -172,12 +175,6 @@ class MeshConfig(MultiProcessConfig):
         text = "not used with parallelism.{0}=1; type parallelism.{0}=N, or leave it out"
         unused = [(option, dim) for option, dim, is_set in options if is_set and getattr(mesh, dim) == 1]
         return [(f"parallelism.{option}", text.format(dim)) for option, dim in unused]
-
-    def _teacher_conflicts(self, job: Any) -> list[tuple[str, str]]:
-        """Errors for a teacher's passes with interleaved pipeline stages, whose order differs."""
-        if self.pp_virtual_stages > 1 and job.algorithm.scores_within_passes:
-            return [("parallelism.pp_virtual_stages", "distill runs its teacher between its own passes; leave it out")]
-        return []
 
     def divisibility_problems(self, mesh: Mesh, sizes: Sizes) -> list[Problem]:
         return divisibility_problems(mesh, sizes, chunks=self.pp_virtual_stages, ulysses=self.cp_backend == "ulysses")

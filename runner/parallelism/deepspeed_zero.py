@@ -125,8 +125,7 @@ class DeepSpeedZero:
             return nullcontext()
         from deepspeed.runtime.zero import GatheredParameters
 
-        context: AbstractContextManager[None] = GatheredParameters(list(self._whole.parameters()), modifier_rank=0)
-        return context
+        return GatheredParameters(list(self._whole.parameters()), modifier_rank=0)
 
     def load_states(
         self, parameters: Mapping[nn.Parameter, Tensor], kept: Mapping[nn.Parameter, Mapping[str, Any]]
@@ -207,9 +206,8 @@ def _import_deepspeed(device: str, place: RankInfo) -> Any:
         text = f"DeepSpeed cannot be used: {type(error).__name__}: {error}"
         raise EnvironmentProblem(f'{text}\n  pip install "posttrain-run[deepspeed]"') from error
     deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-        False  # it would be compiled at its first use; gloo replaces it
-    )
+    # it would be compiled at its first use; gloo replaces it
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     utils.warned = True  # about calls of `FsdpRoot` without tensors
     warnings.filterwarnings("ignore", NOISY_WARNING, FutureWarning)
     return deepspeed

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-from runner.core.errors import StorageError
-from runner.core.fsync_io import error_reason
+from runner.core.fsync_io import storage_errors
 from runner.distributed.work_partition import run_on_rank0, run_partitioned
 from runner.interfaces import (
     EnvironmentReply,
@@ -233,18 +232,14 @@ class FailureRecord:
         run_on_rank0(peers, lambda: self._append(lines))
 
     def _append(self, lines: str) -> None:
-        try:
+        with storage_errors(f"cannot write {self._path}"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(lines)
-        except OSError as error:
-            raise StorageError(f"cannot write {self._path}: {error_reason(error)}") from error
 
     def _read(self) -> dict[str, str]:
-        try:
+        with storage_errors(f"cannot read {self._path}"):
             lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
-        except OSError as error:
-            raise StorageError(f"cannot read {self._path}: {error_reason(error)}") from error
         whole = lines[:-1] if lines and not lines[-1].endswith("]") else lines
         if len(whole) < len(lines):  # a kill interrupted the write: the step did not train
             self._path.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")

@@ -51,9 +51,8 @@ def apply_expert_parallel(model: TrainableModel, mesh: DeviceMesh, *, alone: boo
     slices = TensorParallelGroup(mesh)
     used = [part for part in model.whole.modules() if part._parameters] if alone else found
     for part in used:
-        if not any(
-            isinstance(parameter, DTensor) for parameter in part._parameters.values()
-        ):  # otherwise it already has hooks
+        # otherwise it already has hooks
+        if not any(isinstance(parameter, DTensor) for parameter in part._parameters.values()):
             LocalParameterHooks(part, slices)
     distribute_parameters(used, slices, {id(parameter): 0 for part in found for parameter in part.parameters()})
     for part in found:

@@ -67,12 +67,10 @@ class MeshGradientReducer:
         """
         count = len(parameters)
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-        norms = torch.zeros(
-            2 * count + 1, dtype=dtype, device=self.device
-        )  # norms, whether there is one, sum of squares
-        counted = (
-            {id(one) for one in self.stage.tied_parameters()} if self.stages.rank else set()
-        )  # counted by the first stage
+        # norms, whether there is one, sum of squares
+        norms = torch.zeros(2 * count + 1, dtype=dtype, device=self.device)
+        # counted by the first stage
+        counted = {id(one) for one in self.stage.tied_parameters()} if self.stages.rank else set()
         mine = [p.grad if id(p) not in counted else None for p in parameters]
         for place, gradient in enumerate(mine):
             if gradient is not None and not isinstance(gradient, DTensor):

@@ -225,8 +225,7 @@ class StagedModel:
         return found
 
     def _receive(self, blank: Tensor) -> Tensor:
-        made: Tensor = RecvForward.apply(self._anchor, self._borders.before, blank)
-        return made
+        return RecvForward.apply(self._anchor, self._borders.before, blank)
 
     def _send(self, hidden: Tensor) -> Tensor:
         if hidden.dtype != self._dtype or hidden.shape[-1] != self._width:
@@ -334,9 +333,7 @@ def one_f_one_b(rank: int, stages: int, chunks: int, count: int) -> list[Pipelin
 
 def num_warmup_forwards(rank: int, stages: int, chunks: int) -> int:
     """Maximum number of forward passes of stage `rank` before its first backward pass."""
-    if chunks == 1:
-        return stages - rank
-    return 2 * (stages - rank - 1) + (chunks - 1) * stages + 1
+    return stages - rank if chunks == 1 else 2 * (stages - rank - 1) + (chunks - 1) * stages + 1
 
 
 def forward_schedule(stages: int, chunks: int, count: int) -> list[PipelineOp]:

@@ -247,14 +247,9 @@ def make_stage_links(families: Sequence[RankGroup], chunks: int, new_group: Call
     before: StageLink | None = None
     after: StageLink | None = None
     for ranks in families:
-        for left, right in _adjacent_ranks(ranks, chunks > 1):
+        ring = [(ranks[-1], ranks[0])] if chunks > 1 else []
+        for left, right in [*pairwise(ranks), *ring]:
             border = StageLink(*(P2pChannel(new_group([left, right]), room) for _ in range(2)))
             after = border if rank == left else after
             before = border if rank == right else before
     return StageLinks(before, after)
-
-
-def _adjacent_ranks(family: RankGroup, ring: bool) -> Iterator[tuple[int, int]]:
-    yield from pairwise(family)
-    if ring:
-        yield family[-1], family[0]

@@ -77,8 +77,7 @@ class TensorParallelGroup:
 
     def copy_to_region(self, tensor: Tensor) -> Tensor:
         """Pass a replicated tensor to sharded layers."""
-        made: Tensor = tensor if self.is_whole else _CopyToRegion.apply(tensor, self.mesh.get_group())
-        return made
+        return tensor if self.is_whole else _CopyToRegion.apply(tensor, self.mesh.get_group())
 
     def reduce_from_region(self, tensor: Tensor) -> Tensor:
         """Sum the outputs of sharded layers over ranks."""

@@ -43,8 +43,7 @@ class TensorSlot(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         """The tensor in this slot."""
-        found: Tensor = self.holder[self.key]
-        return found
+        return self.holder[self.key]
 
     def assign(self, tensor: Tensor) -> None:
         """Replace the tensor in this slot."""
@@ -150,9 +149,7 @@ def tensor_slots(module: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
 
 def _as_kind_of(tensor: Tensor, numbers: Tensor) -> Tensor:
     """`numbers` as a parameter (trainable or not) or a buffer, like `tensor`."""
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(numbers, requires_grad=tensor.requires_grad)
-    return numbers
+    return nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers
 
 
 def _shard_of(like: Tensor, full: Tensor, target_device: torch.device) -> Tensor:

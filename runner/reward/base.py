@@ -8,17 +8,16 @@ because each is a subclass of RewardConfig.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError
 
 from runner.core.errors import DataError, EnvironmentProblem, Problem, RunnerError, SecurityError, SpecError
 from runner.spec import suggest
-from runner.spec.base import ComponentConfig, Config, Dtype, ResolveSource
+from runner.spec.base import ComponentConfig, Config, Dtype
 
 ANSWER = "answer"  # the column that most data has the right answer in
 
@@ -29,18 +28,6 @@ class RewardConfig(ComponentConfig):
     group: ClassVar[str] = "reward"
     runs_model: ClassVar[bool] = False  # whether a model on the device scores
     summable: ClassVar[bool] = True  # whether it can be a part of a sum
-
-    def with_absolute_paths(self) -> Self:
-        """The same config with the paths of local files made absolute."""
-        return self
-
-    def with_user_files(self, change: Callable[[Path], Path]) -> Self:
-        """The same config with the paths of the user's own code changed, of which a run keeps copies."""
-        return self
-
-    def with_resolved_source(self, resolve: ResolveSource) -> Self:
-        """The same config with the folder or hub id that a model's path means; see `ModelConfig`."""
-        return self
 
     def with_dtype(self, dtype: Dtype) -> Self:
         """The same config; where it leaves the data type of a model open, with `dtype`."""

@@ -118,12 +118,10 @@ def run_in_bubblewrap(config: CodeConfig, code: str, stdin: str) -> RunResult:
         passed = (program.fileno(), calls.fileno(), status.fileno())
         command = [bwrap, *_sandbox(config, *passed), sys.executable, "-I", "-c", START, *map(str, _limits(config))]
         exit_code = _run(command, config.timeout_s, (given, out, stderr), passed)
-        if exit_code is not None and b'"exit-code"' not in _read_all(
-            status
-        ):  # bwrap writes it where the sandbox was made and Python started
-            raise SandboxError(
-                _read_all(stderr)[:1000].decode(errors="replace").strip() or "bwrap failed without a message"
-            )
+        # bwrap writes it where the sandbox was made and Python started
+        if exit_code is not None and b'"exit-code"' not in _read_all(status):
+            said = _read_all(stderr)[:1000].decode(errors="replace").strip()
+            raise SandboxError(said or "bwrap failed without a message")
         return _result(exit_code, out, stderr)
 
 

@@ -14,7 +14,6 @@ from runner.core.rng import derive_seed
 from runner.interfaces.rewards import Group, GroupScorer, GroupScores, ScoringFailures, encode_json, reward_arguments
 from runner.reward.config import FunctionConfig
 from runner.reward.worker_pool import WorkerPool
-from runner.run_dir.user_files import original_path
 from runner.user_code.process import CapturedOutput, FunctionTarget, WorkerStartError
 
 if TYPE_CHECKING:
@@ -28,24 +27,14 @@ def build(
 
     steps: of the job; folder: where reward.log is kept, with what the function prints and logs, and full tracebacks
     """
-    config.preflight()
-    source = config.file.resolve()
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    file = original_path(source)
-    path = f"{file}:{config.function}"
-    decide("reward.path", path, path, f"sha256 {digest}")
-    label = f"{file.name}:{config.function}"
-    pool = WorkerPool(
-        FunctionTarget(file, config.function, env=config.env, copy=source),
-        config.workers,
-        config.timeout_s,
-        CapturedOutput(label, None if folder is None else folder / "reward.log"),
-    )
+    target = FunctionTarget.from_config(config, decide)
+    output = CapturedOutput(target.label, None if folder is None else folder / "reward.log")
+    pool = WorkerPool(target, config.workers, config.timeout_s, output)
     try:
         pool.start()
     except WorkerStartError as error:
         pool.close()
-        raise SpecError([Problem("reward.path", f"{file} cannot be used: {error}; fix the file")]) from error
+        raise SpecError([Problem("reward.path", f"{target.file} cannot be used: {error}; fix the file")]) from error
 
     def ask(group: Group) -> GroupScores:
         given = reward_arguments(group)
@@ -53,4 +42,5 @@ def build(
         state = {"global_step": group[0].step, "max_steps": steps}
         return pool.call(given | {"trainer_state": state}, len(group), own)
 
-    return GroupScorer(ask, ScoringFailures(label, config.max_failures, f"fix {file}"), pool.workers, pool.close)
+    failures = ScoringFailures(target.label, config.max_failures, f"fix {target.file}")
+    return GroupScorer(ask, failures, pool.workers, pool.close)

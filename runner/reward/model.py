@@ -146,11 +146,11 @@ class ModelReward:
         if (head := getattr(self._module, "score", None)) is None:  # an encoder: it reads its first token
             scores: Tensor = self._module(input_ids=ids, attention_mask=mask).logits[:, 0]
         else:
-            hidden = self._module.base_model(
-                input_ids=ids, attention_mask=mask, use_cache=False
-            ).last_hidden_state  # [B, S, H]
-            read = hidden[torch.arange(len(rows), device=self._device), places]  # [B, H]
-            scores = torch.nn.functional.linear(read.float(), head.weight.float(), _float(head.bias))[:, 0]
+            # [B, S, H], then [B, H]
+            hidden = self._module.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+            read = hidden[torch.arange(len(rows), device=self._device), places]
+            bias = None if head.bias is None else head.bias.float()
+            scores = torch.nn.functional.linear(read.float(), head.weight.float(), bias)[:, 0]
         return [float(score) for score in scores.float().cpu()]
 
 
@@ -271,7 +271,3 @@ def _load_error(path: str, error: Exception) -> Exception:
     return EnvironmentProblem(
         f"reward.path={path} cannot be loaded: {first}\n  is it a folder with model and tokenizer?"
     )
-
-
-def _float(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float()

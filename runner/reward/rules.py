@@ -126,9 +126,7 @@ def build_format(config: FormatConfig, **_: Any) -> GroupScorer:
 
 def soft_overlong_penalty(length: int, max_length: int, buffer_len: int) -> float:
     """DAPO's soft overlong punishment: 0 up to max_length - buffer_len tokens, -1 above max_length."""
-    if length > max_length:
-        return -1.0
-    return min(0.0, (max_length - buffer_len - length) / buffer_len)
+    return min(0.0, max(-1.0, (max_length - buffer_len - length) / buffer_len))
 
 
 def target_length_reward(length: int, target: int) -> float:

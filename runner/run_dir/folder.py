@@ -130,8 +130,8 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
 
     what: its name in an error message. Raises StorageError if it cannot be created.
     """
-    root = parent
-    try:
+    remedy = "; run in a folder that you can write to"
+    with fsync_io.storage_errors(f"cannot create the {what} {parent / name}", remedy):
         parent.mkdir(parents=True, exist_ok=True)
         while True:
             root = parent / f"{name}-{secrets.token_hex(2)}"
@@ -139,9 +139,6 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
                 root.mkdir()
                 (root / inside).mkdir(exist_ok=True)
                 return root.absolute()
-    except OSError as error:
-        text = f"cannot create the {what} {root}: {error.strerror}"
-        raise StorageError(f"{text}; run in a folder that you can write to") from error
 
 
 def refuse_used_folder(where: Path) -> None:
@@ -157,9 +154,7 @@ def refuse_used_folder(where: Path) -> None:
         raise EnvironmentProblem(f"{where} has a run; to continue it: run resume {where}; or choose another --folder")
     try:
         # a run that was killed before it wrote its spec leaves its lock and a staged file
-        others = [
-            p.name for p in where.iterdir() if not p.name.startswith(LOCK) and not p.name.startswith(fsync_io.STAGED)
-        ]
+        others = [p.name for p in where.iterdir() if not p.name.startswith((LOCK, fsync_io.STAGED))]
     except OSError:
         others = []  # it does not exist, or mkdir reports the error
     if others:
@@ -170,10 +165,8 @@ def refuse_used_folder(where: Path) -> None:
 def claim_folder(where: Path) -> RunFolder:
     """The folder for a new run. Raises as `refuse_used_folder`, and StorageError if it cannot be made."""
     refuse_used_folder(where)
-    try:
+    with fsync_io.storage_errors(f"cannot create the run folder {where}"):
         where.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot create the run folder {where}: {error.strerror}") from error
     return RunFolder(where.absolute())
 
 
@@ -253,10 +246,8 @@ def hold_lock(folder: RunFolder) -> FileLock:
 
     Raises EnvironmentProblem if another process has the lock, StorageError.
     """
-    try:
+    with fsync_io.storage_errors(f"cannot write in {folder.root}"):
         lock = FileLock(folder.root / LOCK)
-    except OSError as error:
-        raise StorageError(f"cannot write in {folder.root}: {error.strerror}") from error
     try:
         lock.acquire().sign()
     except BlockingIOError:
@@ -283,10 +274,8 @@ def write_atomic(path: Path, text: str) -> None:
 
     Raises StorageError if it cannot be written; the old file is then unchanged.
     """
-    try:
+    with fsync_io.storage_errors(f"cannot write {path}"):
         fsync_io.atomic_write(path, text.encode("utf-8"))
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -80,9 +80,7 @@ def redact_values(value: Any) -> Any:
         return redact(value)
     if isinstance(value, Mapping):
         return {k: _redacted_field(str(k), v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact_values(v) for v in value]
-    return value
+    return [redact_values(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _redacted_field(name: str, value: Any) -> Any:

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from runner.core.errors import StorageError
+from runner.core import fsync_io
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 
@@ -24,13 +24,11 @@ def copy_user_files(spec: JobSpec, folder: RunFolder) -> None:
     """Copy the files that a checked spec names. Raises StorageError."""
 
     def copy(file: Path) -> Path:
-        try:
+        with fsync_io.storage_errors(f"cannot copy {file} to {folder.user_files}"):
             for one in (file, *imported_files(file)):
                 target = _copy_of(folder, one)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(one, target)
-        except OSError as error:
-            raise StorageError(f"cannot copy {file} to {folder.user_files}: {error.strerror}") from error
         return file
 
     _with_files(spec, copy)
@@ -91,7 +89,5 @@ def _copy_of(folder: RunFolder, file: Path) -> Path:
 
 def _with_files(spec: JobSpec, change: Callable[[Path], Path]) -> JobSpec:
     """The spec with each file of the user's changed."""
-    parts = {
-        name: getattr(spec, name).with_user_files(change) for name in ("chat", "reward", "environment", "evaluation")
-    }
-    return spec.model_copy(update=parts)
+    names = ("chat", "reward", "environment", "evaluation")
+    return spec.model_copy(update={name: getattr(spec, name).with_user_files(change) for name in names})

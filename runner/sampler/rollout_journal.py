@@ -18,14 +18,14 @@ import json
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from runner.core.errors import StorageError
-from runner.core.fsync_io import error_reason
+from runner.core.fsync_io import storage_errors
 from runner.distributed.work_partition import run_on_rank0
 from runner.interfaces import RankCollectives, Request, Rollout, Sampler, SamplerWrapper
 from runner.interfaces.sampling import RequestSource, sample_from, sample_in_waves
@@ -82,12 +82,10 @@ class JournalPages:
         self._folder, self._committed = folder, committed
         self._known: dict[int, dict[str, deque[Rollout]]] = {}
         self._newest = -1
-        try:
+        with self._storage_errors():
             folder.mkdir(parents=True, exist_ok=True)
             for path in folder.glob("v*.jsonl"):
                 self._known[int(path.stem[1:])] = _read(path)
-        except OSError as error:
-            raise _storage_error(folder, error) from error
         if count := sum(len(one) for page in self._known.values() for one in page.values()):
             log.info("journal  %d rollouts of earlier attempts in %s", count, folder)
 
@@ -107,11 +105,12 @@ class JournalPages:
             json.dumps({"key": _key(request), **_record(rollout)}) + "\n"
             for request, rollout in zip(requests, rollouts, strict=True)
         )
-        try:
-            with self._path(version).open("a", encoding="utf-8") as file:
-                file.write(lines)  # one write, and closed: from here on it survives this process
-        except OSError as error:
-            raise _storage_error(self._folder, error) from error
+        with self._storage_errors(), self._path(version).open("a", encoding="utf-8") as file:
+            file.write(lines)  # one write, and closed: from here on it survives this process
+
+    def _storage_errors(self) -> AbstractContextManager[None]:
+        text = f"cannot write the rollout journal in {self._folder}"
+        return storage_errors(text, "; free disk space, then type: run resume")
 
     def _start_version(self, version: int) -> None:
         """Begin a version: what no resume can need any more is removed."""
@@ -201,8 +200,3 @@ def _read(path: Path) -> dict[str, deque[Rollout]]:
         with path.open("r+b") as file:
             file.truncate(whole)
     return page
-
-
-def _storage_error(folder: Path, error: OSError) -> StorageError:
-    text = f"cannot write the rollout journal in {folder}: {error_reason(error)}"
-    return StorageError(f"{text}; free disk space, then type: run resume")

@@ -131,7 +131,8 @@ class TorchSampler:
     def _recorder(self) -> RecordExperts[RunningSequence] | None:
         """What keeps the experts of each answer, where they are replayed."""
         routing = self._model.routing
-        return _record_experts if routing is not None and routing.replays == "sampler" else None
+        is_replayed = routing is not None and routing.replays == "sampler"
+        return (lambda answer, experts: answer.experts.append(experts)) if is_replayed else None
 
     def _sequence(self, request: Request, number: int = 0) -> RunningSequence:
         limit = answer_limit(request, self.max_new_tokens, self._writer.length_limit)
@@ -177,10 +178,6 @@ class TorchSampler:
             if answer.raw_logprobs is not None:
                 answer.raw_logprobs.append(raw_logprob)
             answer.finish = self._stops.finish_reason(answer.ids, answer.limit)
-
-
-def _record_experts(answer: RunningSequence, experts: Tensor) -> None:
-    answer.experts.append(experts)
 
 
 @torch.no_grad()

@@ -78,9 +78,7 @@ def _after_warmup(config: ScheduleConfig, steps: int, shape: Callable[[float], f
     warmup = config.warmup_steps
 
     def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        return shape((step - warmup) / (steps - warmup))
+        return (step + 1) / (warmup + 1) if step < warmup else shape((step - warmup) / (steps - warmup))
 
     return factor
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -20,6 +21,10 @@ ITEM_COLUMNS: dict[ItemKind, str] = {
     "judged": "labeled completions: columns prompt, completion and label",
     "prompts": "a column prompt, and the columns that the reward needs",
 }
+
+
+# of an option's value, the option, the base of an adapter, and whether its weights are needed
+ResolveSource = Callable[[str, str, str | None, bool], str]
 
 
 class Config(BaseModel):
@@ -65,14 +70,22 @@ class ComponentConfig(Config):
         """The one name that selects this component."""
         return str(cls.model_fields["name"].default)
 
+    def with_absolute_paths(self) -> Self:
+        """The same config with the paths of local files and folders made absolute."""
+        return self
+
+    def with_user_files(self, change: Callable[[Path], Path]) -> Self:
+        """The same config with the paths of the user's own code changed, of which a run keeps copies."""
+        return self
+
+    def with_resolved_source(self, resolve: ResolveSource) -> Self:
+        """The same config with the folder or hub id that a model's path means."""
+        return self
+
     @classmethod
     def with_plugin_options(cls) -> type[Self]:
         """This class with the options that installed packages add to it."""
         return cls
-
-
-# of an option's value, the option, the base of an adapter, and whether its weights are needed
-ResolveSource = Callable[[str, str, str | None, bool], str]
 
 
 def absolute_if_local(path: str) -> str:

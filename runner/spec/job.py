@@ -104,6 +104,4 @@ class JobSpec(Config):
 
     def stored_dtype(self, *, trains: bool = True) -> Dtype:
         """The data type that a model's own weights are stored in; without `trains`, of a reference model."""
-        if trains and self.adapter.trains_base:
-            return self.optimizer.weights_dtype
-        return self.model.compute_dtype
+        return self.optimizer.weights_dtype if trains and self.adapter.trains_base else self.model.compute_dtype

@@ -113,7 +113,8 @@ def suggest_key(section: str, chosen: str, wrong: str, options: Options, value: 
         return "an option of " + ", ".join(f"{section}={m}" for m in members)
     if close := nearest_word(wrong, own, cutoff=CLOSEST):
         return f"did you mean '{close}'?"
-    if places := [place for place in options if place != section and _has(options, place, wrong)]:
+    others = {place: members.values() for place, members in options.items() if place != section}
+    if places := [place for place, members in others.items() if any(wrong in set(names) for names in members)]:
         return "did you mean " + " or ".join(f"'{_join(p, wrong)}'" for p in places) + "?"
     if close := nearest_word(wrong, own):
         return f"did you mean '{close}'?"
@@ -121,10 +122,6 @@ def suggest_key(section: str, chosen: str, wrong: str, options: Options, value: 
     if close := nearest_word(wrong, anywhere, cutoff=CLOSEST):
         return f"did you mean '{_join(anywhere[close], close)}'?"
     return ""
-
-
-def _has(options: Options, place: str, leaf: str) -> bool:
-    return any(leaf in set(names) for names in options[place].values())
 
 
 def _join(place: str, leaf: str) -> str:
@@ -141,9 +138,8 @@ TYPES = {
 }
 
 
-PATTERNS = {  # in words, where a newcomer meets them
-    r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,79}$": "of at most 80 letters, digits, '.', '_' and '-'"
-}
+# in words, where a newcomer meets them
+PATTERNS = {r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,79}$": "of at most 80 letters, digits, '.', '_' and '-'"}
 SAME = {"bf16": "bfloat16", "fp32": "float32"}  # what people call a choice
 
 

@@ -26,9 +26,8 @@ from runner.sweep.job_wrapper import JobProcess
 
 def available_devices(kind: str) -> tuple[str, ...]:
     """The cores or cards that this process may use, by their names in its environment."""
-    if kind == CORE:
-        return tuple(map(str, sorted(os.sched_getaffinity(0))))
-    return present_cards(kind_of(kind))
+    cores = map(str, sorted(os.sched_getaffinity(0)))
+    return tuple(cores) if kind == CORE else present_cards(kind_of(kind))
 
 
 def cards_here() -> tuple[str, ...]:

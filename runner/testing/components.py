@@ -131,9 +131,8 @@ def check_callback(config: CallbackConfig, *, steps: int = 4, values: Mapping[st
 
 def _callback(config: CallbackConfig, root: Path) -> Callback:
     root.mkdir(exist_ok=True)
-    said: list[str] = []
     context = {"folder": RunFolder(root), "model": build_tiny_model(), "decide": Decisions()}
-    callback: Callback = build_component(config, **context, say=said.append, is_rank0=True)
+    callback: Callback = build_component(config, **context, say=list[str]().append, is_rank0=True)
     return callback
 
 
@@ -176,11 +175,9 @@ def check_tracker(config: TrackerConfig) -> list[str]:
         folder.root.mkdir(parents=True)
         lines = _track(config, folder, first=0)
         lines += _track(config, folder, first=2)
-        found = [
-            path.name for path in folder.root.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()
-        ]
-        files = ", ".join(found)
-        require(not found, f"a secret of the spec is in {files}; take `redact_values` from runner.interfaces")
+        files = filter(Path.is_file, folder.root.rglob("*"))
+        found = ", ".join(path.name for path in files if SECRET.encode() in path.read_bytes())
+        require(not found, f"a secret of the spec is in {found}; take `redact_values` from runner.interfaces")
     return lines
 
 

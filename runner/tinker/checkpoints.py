@@ -15,8 +15,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runner.core import fsync_io
-from runner.core.errors import CheckpointError, DataError, StorageError
+from runner.core.errors import CheckpointError, DataError
 from runner.model.model_folder import ADAPTER_WEIGHTS
 from runner.run_dir.folder import read_mapping, write_json
 
@@ -144,7 +144,7 @@ class ClientStore:
     def add_client(self, record: ClientRecord) -> None:
         """Write client.json. Raises StorageError."""
         folder = self.folder(record.model_id)
-        with _storage_errors(folder):
+        with fsync_io.storage_errors(f"cannot write {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "client.json", asdict(record))
 
@@ -225,7 +225,7 @@ class ClientStore:
         if folder.exists() and not overwrite:
             raise DataError(f"{checkpoint} exists; choose another name, or pass overwrite=True")
         staged = _staging_path(folder)
-        with _storage_errors(folder):
+        with fsync_io.storage_errors(f"cannot write {folder}", errors=(OSError, SafetensorError)):
             try:
                 staged.mkdir(parents=True)
                 config.save_pretrained(str(staged))
@@ -264,11 +264,3 @@ class ClientStore:
 def _staging_path(folder: Path) -> Path:
     """A new name beside a folder, which no checkpoint has."""
     return folder.with_name(f"{fsync_io.STAGED}{folder.name}.{secrets.token_hex(4)}")
-
-
-@contextmanager
-def _storage_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"cannot write {folder}: {fsync_io.error_reason(error)}") from error

@@ -194,11 +194,7 @@ def _base_name(spec: JobSpec, model: GenerativeModel, folder: RunFolder, place: 
 
 
 def lead(
-    spec: JobSpec,
-    built: BuiltServer,
-    records: TrainingClientRecords,
-    say: Callable[[str], None],
-    stop: StopSignal,
+    spec: JobSpec, built: BuiltServer, records: TrainingClientRecords, say: Callable[[str], None], stop: StopSignal
 ) -> None:
     """Listen, and answer until a signal, or until tinker.command ends. Raises EnvironmentProblem."""
     config, keys = spec.tinker, read_keys(spec.tinker.key_file)

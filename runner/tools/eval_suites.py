@@ -122,14 +122,8 @@ def run_suite(
         command = _command(name, source.name, url, tasks, folder, tokenizer)
         environment = {**os.environ, "RUN_BASE_URL": f"{url}/v1", "RUN_API_KEY": "none", "OPENAI_API_KEY": "none"}
         with (folder / f"{name}.log").open("wb") as log:
-            child = ChildProcess(
-                [str(python), "-m", suite.module, *command, *more],
-                end_signal=15,
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
-            code = _wait(child)
+            words = [str(python), "-m", suite.module, *command, *more]
+            code = _wait(ChildProcess(words, end_signal=15, stdout=log, stderr=log, env=environment))
     if code:
         last = (folder / f"{name}.log").read_text(errors="replace").strip().splitlines()[-3:]
         raise EnvironmentProblem(

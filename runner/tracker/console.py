@@ -21,8 +21,8 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TextIO
 
-from runner.core.errors import RunnerError, StorageError
-from runner.core.fsync_io import format_bytes
+from runner.core.errors import RunnerError
+from runner.core.fsync_io import format_bytes, storage_errors
 from runner.run_dir.manifest import redact
 from runner.spec.evaluation import HIGH, LOW, without_bounds
 from runner.tracker.text import (
@@ -165,11 +165,11 @@ class Console:
 
     def _log(self, line: str, level: str) -> None:
         stamp = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        try:
-            with self._log_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(f"{stamp} {level:7} {line}\n")
-        except OSError as error:
-            raise StorageError(f"cannot write {self._log_path}: {error.strerror}") from error
+        with (
+            storage_errors(f"cannot write {self._log_path}"),
+            self._log_path.open("a", encoding="utf-8", errors="backslashreplace") as file,
+        ):
+            file.write(f"{stamp} {level:7} {line}\n")
 
 
 @dataclass(slots=True)

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.core.errors import RunnerError, StorageError
+from runner.core.errors import RunnerError
+from runner.core.fsync_io import storage_errors
 from runner.run_dir.folder import RunFolder, write_atomic
 from runner.run_dir.manifest import redact_values
 
@@ -116,11 +117,9 @@ def _step_of(line: str) -> int | None:
 
 def _append_once(path: Path, text: str) -> None:
     """Append `text` to a file unless it already ends with it, after a crash before the truncation."""
-    try:
+    with storage_errors(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         before = path.read_text(encoding="utf-8") if path.exists() else ""
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from error
     if not before.endswith(text):
         write_atomic(path, before + text)
 
@@ -155,10 +154,8 @@ class _Appender:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.last = max(_steps(path), default=-1)
-        try:
+        with storage_errors(f"cannot write {path}"):
             self._handle: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
     def write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Append one line per record. Raises StorageError."""
@@ -166,12 +163,9 @@ class _Appender:
         rest = memoryview(text.encode("utf-8", "backslashreplace"))
         if self._handle is None:
             raise RunnerError(f"{self.path}: written to after the end of the run")
-        try:
+        with storage_errors(f"cannot write {self.path}", "; free disk space, then type: run resume"):
             while rest:
                 rest = rest[os.write(self._handle, rest) :]
-        except OSError as error:
-            text = f"cannot write {self.path}: {error.strerror}"
-            raise StorageError(f"{text}; free disk space, then type: run resume") from error
         self.last = step
 
     def close(self) -> None:
@@ -180,9 +174,8 @@ class _Appender:
             return
         handle, self._handle = self._handle, None
         try:
-            os.fsync(handle)
-        except OSError as error:
-            raise StorageError(f"cannot write {self.path}: {error.strerror}") from error
+            with storage_errors(f"cannot write {self.path}"):
+                os.fsync(handle)
         finally:
             os.close(handle)
 

@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, TextIO
@@ -102,38 +103,33 @@ class ZeroVarianceWarning(BaseCallback):
         log.warning("step %d: %s, so nothing was trained%s; %s", end.step, what, so_far, check)
 
 
+@dataclass(frozen=True, slots=True)
 class RunEvaluation(BaseCallback):
-    """Runs `evaluate` before the first step, every `every` steps and at the end, as metrics of the step."""
+    """Runs `evaluate` before the first step, every `every` steps and at the end, as metrics of the step.
 
-    def __init__(
-        self,
-        evaluate: Callable[[int], Report],
-        *,
-        every: int,
-        record: Callable[[int, Sequence[Mapping[str, Any]]], None],
-        log_first: Callable[[int, Mapping[str, float]], None],
-        say: Callable[[str], None],
-        at_start: bool = True,
-    ) -> None:
-        """evaluate: called with the number of finished steps; record: of samples.
+    evaluate: called with the number of finished steps; record: of samples; log_first: of the numbers before the first
+    step, which no step has.
+    """
 
-        log_first: of the numbers before the first step, which no step has.
-        """
-        self._evaluate, self._every, self._record = evaluate, every, record
-        self._log_first, self._say, self._at_start = log_first, say, at_start
+    evaluate: Callable[[int], Report]
+    every: int
+    record: Callable[[int, Sequence[Mapping[str, Any]]], None]
+    log_first: Callable[[int, Mapping[str, float]], None]
+    say: Callable[[str], None]
+    at_start: bool = True
 
     def on_start(self, step: int) -> None:
-        if step == 0 and self._at_start:
-            report = self._evaluate(step)
-            self._log_first(0, report.values)
-            self._record(0, report.samples)
-            self._say("\n".join(eval_lines(0, report.values)))
+        if step == 0 and self.at_start:
+            report = self.evaluate(step)
+            self.log_first(0, report.values)
+            self.record(0, report.samples)
+            self.say("\n".join(eval_lines(0, report.values)))
 
     def on_step(self, end: StepResult) -> None:
-        if end.last or end.step % self._every == 0:
-            report = self._evaluate(end.step)
+        if end.last or end.step % self.every == 0:
+            report = self.evaluate(end.step)
             end.values.update(report.values)
-            self._record(end.step, report.samples)
+            self.record(end.step, report.samples)
 
 
 class StopWhen(BaseCallback):

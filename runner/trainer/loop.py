@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -28,47 +28,40 @@ from runner.interfaces import Algorithm, Callback, Device, Learner, Model, RankC
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class ExperienceQueue(Generic[T]):
     """Experiences up to step last-1, in order. Consumes `collect(step)`; waits in `take` and `state_dict`.
 
     encode, decode: an experience as a checkpoint keeps it, and back
     """
 
-    def __init__(
-        self,
-        collect: Callable[[int], T],
-        last: int,
-        lag: int,
-        *,
-        encode: Callable[[T], State],
-        decode: Callable[[State], T],
-    ) -> None:
-        self._collect, self._last, self._lag = collect, last, lag
-        self._encode, self._decode = encode, decode
-        self._next = 0
-        self._pending: dict[int, Future[T]] = {}
-        self._pool: ThreadPoolExecutor | None = None
+    collect: Callable[[int], T]
+    last: int
+    lag: int
+    encode: Callable[[T], State]
+    decode: Callable[[State], T]
+    _next: int = 0
+    _pending: dict[int, Future[T]] = field(default_factory=dict)
+    _pool: ThreadPoolExecutor | None = None
 
     def start(self, first: int) -> None:
         """Begin to collect, at `first` or after what a checkpoint brought."""
         self._next = max([first, *(step + 1 for step in self._pending)])
-        if self._lag:
+        if self.lag:
             self._pool = ThreadPoolExecutor(1, "feed")
-        self._submit_until(first + self._lag)
+        self._submit_until(first + self.lag)
 
     def take(self, step: int) -> T:
         """The experience of `step`; raises what its collection raised."""
-        if step in self._pending:
-            return self._pending.pop(step).result()
-        return self._collect(step)
+        return self._pending.pop(step).result() if step in self._pending else self.collect(step)
 
     def on_weights_published(self, step: int) -> None:
         """The weights after `step` are in place, so one more step may be collected."""
-        self._submit_until(step + 1 + self._lag)
+        self._submit_until(step + 1 + self.lag)
 
     def state_dict(self) -> State:
         """Every experience that was collected ahead, by its step; waits for those being collected."""
-        encoded = {step: self._encode(future.result()) for step, future in self._pending.items()}
+        encoded = {step: self.encode(future.result()) for step, future in self._pending.items()}
         tensors = {f"{step}/{name}": t for step, one in encoded.items() for name, t in one.pop("tensors", {}).items()}
         return {"steps": {str(step): one for step, one in encoded.items()}, "tensors": tensors}
 
@@ -77,14 +70,14 @@ class ExperienceQueue(Generic[T]):
         for name, one in state["steps"].items():
             mine = {k.removeprefix(f"{name}/"): t for k, t in state["tensors"].items() if k.startswith(f"{name}/")}
             future: Future[T] = Future()
-            future.set_result(self._decode({**one, "tensors": mine}))
+            future.set_result(self.decode({**one, "tensors": mine}))
             self._pending[int(name)] = future
 
     def _submit_until(self, step: int) -> None:
         if self._pool is None:
             return
-        while self._next <= min(step, self._last - 1):
-            self._pending[self._next] = self._pool.submit(self._collect, self._next)
+        while self._next <= min(step, self.last - 1):
+            self._pending[self._next] = self._pool.submit(self.collect, self._next)
             self._next += 1
 
     def __enter__(self) -> ExperienceQueue[T]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,47 +32,44 @@ from torch import Tensor
 
 from runner.core import fsync_io
 from runner.core.batch import Batch, unit_spans
-from runner.core.errors import RunnerError, StorageError, UnsupportedModelError
+from runner.core.errors import RunnerError, UnsupportedModelError
 from runner.distributed.work_partition import SINGLE_PROCESS, SINGLE_STAGE, map_sharded
 from runner.interfaces import LOGPROBS, Outputs, PipelineStage, RankCollectives, TrainableModel, as_generative
 
 
+@dataclass(eq=False)
 class FrozenModel:
-    """Scores batches of any size without gradient, inside `during`, e.g. with the adapter disabled."""
+    """Scores batches of any size without gradient, inside `during`, e.g. with the adapter disabled.
 
-    def __init__(
-        self,
-        model: TrainableModel,
-        *,
-        budget: int,
-        device: torch.device,
-        during: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        peers: RankCollectives = SINGLE_PROCESS,
-        stage: PipelineStage = SINGLE_STAGE,
-    ) -> None:
-        """stage: which of the model's layers are here."""
-        self._model, self._budget, self._device, self._during = model, budget, device, during
-        self._peers, self._stage = peers, stage
+    stage: which of the model's layers are here
+    """
+
+    model: TrainableModel
+    budget: int
+    device: torch.device
+    during: Callable[[], AbstractContextManager[Any]] = nullcontext
+    peers: RankCollectives = SINGLE_PROCESS
+    stage: PipelineStage = SINGLE_STAGE
 
     @property
     def base_fingerprint(self) -> Mapping[str, str]:
         """Where its weights come from."""
-        return self._model.base_fingerprint
+        return self.model.base_fingerprint
 
     def lm_head(self) -> Callable[[Tensor], Tensor]:
         """A function from the output `hidden` [S, H] to logits [S, V].
 
         Raises UnsupportedModelError without such a head.
         """
-        model = as_generative(self._model)
+        model = as_generative(self.model)
         if model is None:
-            raise UnsupportedModelError(f"{type(self._model).__name__} has no LM head")
+            raise UnsupportedModelError(f"{type(self.model).__name__} has no LM head")
         return model.lm_head()
 
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
         """The outputs named in `needs`, [T] or [N], on the model's device; all ranks pass the same."""
-        return self._score(batch, needs, self._peers)
+        return self._score(batch, needs, self.peers)
 
     @torch.no_grad()
     def forward_local(self, batch: Batch, needs: frozenset[str]) -> Outputs:
@@ -80,10 +78,10 @@ class FrozenModel:
 
     def _score(self, batch: Batch, needs: frozenset[str], peers: RankCollectives) -> Outputs:
         def run(micro: Batch) -> Outputs:
-            return self._model.outputs(micro.to(self._device), needs)
+            return self.model.outputs(micro.to(self.device), needs)
 
-        with self._during():
-            return map_sharded(batch, run, self._budget, peers, padded=self._model.is_padded, stage=self._stage)
+        with self.during():
+            return map_sharded(batch, run, self.budget, peers, padded=self.model.is_padded, stage=self.stage)
 
 
 def frozen_copy_of_adapter(model: TrainableModel) -> Callable[[], AbstractContextManager[None]]:
@@ -240,15 +238,9 @@ class LogprobCache:
         self._places.update(zip(keys, places, strict=True))
         self._files.append(file)
 
-    @contextmanager
-    def _storage_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StorageError(
-                f"cannot write log-probabilities to {self.folder}: {error.strerror or error}; free space, set "
-                "RUNNER_CACHE to another folder, or type algorithm.reference=copy"
-            ) from error
+    def _storage_errors(self) -> AbstractContextManager[None]:
+        remedy = "; free space, set RUNNER_CACHE to another folder, or type algorithm.reference=copy"
+        return fsync_io.storage_errors(f"cannot write log-probabilities to {self.folder}", remedy)
 
 
 def unit_keys(batch: Batch) -> list[bytes]:

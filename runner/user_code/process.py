@@ -22,13 +22,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, Thread
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from runner.core.fsync_io import error_reason
+from runner.core.fsync_io import error_reason, sha256
 from runner.core.signals import signal_name
 from runner.core.subprocess import ChildProcess, JsonLines
 from runner.run_dir.manifest import VARIABLES, is_secret_name, redact
+from runner.run_dir.user_files import original_path
 from runner.user_code import worker
+
+if TYPE_CHECKING:
+    from runner.interfaces.model import Decide
+    from runner.user_code.config import UserCodeConfig
 
 log = logging.getLogger("runner")
 PRINTED_LINES = 20
@@ -129,6 +134,20 @@ class FunctionTarget:
     copy: Path | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def from_config(cls, config: UserCodeConfig, decide: Decide) -> FunctionTarget:
+        """What a config names; `decide` records the digest of its file. Raises SpecError if it is not there."""
+        config.preflight()
+        source = config.file.resolve()
+        file, digest = original_path(source), sha256(source)[:16]
+        decide.record_fact(f"{config.group}.path", f"{file}:{config.function}", f"sha256 {digest}")
+        return cls(file, config.function, env=config.env, copy=source)
+
+    @property
+    def label(self) -> str:
+        """What it is called in logs."""
+        return f"{self.file.name}:{self.function}"
+
 
 def variables_without_secrets(env: Sequence[str]) -> dict[str, str]:
     """The environment of a user's code: no variable with a secret, unless `env` names it."""
@@ -151,15 +170,10 @@ class UserProcess:
         self._arrived: list[Any] = []  # and not yet returned
         with theirs:
             passed = (theirs.fileno(), self._stack.fileno())
-            command = [sys.executable, "-P", "-u", str(program), *map(str, passed)]
+            command = [sys.executable, "-P", "-u", str(program), *map(str, passed), self._file, target.function]
+            command += ["here" if target.imports_siblings else "apart", str(target.copy or target.file)]
             self._process = ChildProcess(
-                [
-                    *command,
-                    self._file,
-                    target.function,
-                    "here" if target.imports_siblings else "apart",
-                    str(target.copy or target.file),
-                ],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -275,6 +289,4 @@ def forward_output(stream: IO[bytes], output: CapturedOutput) -> None:
 def exit_words(code: int) -> str:
     """How a process ended, by the exit code of its guard."""
     number = -code if code < 0 else code - 128
-    if 0 < number < signal.NSIG:
-        return f"killed by {signal_name(number)}"
-    return f"it exited with code {code}"
+    return f"killed by {signal_name(number)}" if 0 < number < signal.NSIG else f"it exited with code {code}"

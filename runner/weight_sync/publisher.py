@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -37,6 +38,7 @@ class Probe(Protocol):
     def load(self, sampler: Sampler, weights: Mapping[str, Tensor] | None, version: int) -> None: ...
 
 
+@dataclass(eq=False)
 class Publisher(BaseCallback):
     """Called by the trainer (`publish`) and, ahead of it, by the thread that collects (`load_for`).
 
@@ -44,33 +46,27 @@ class Publisher(BaseCallback):
     peers: all ranks, for the thread that collects
     """
 
-    def __init__(
-        self,
-        route: WeightTransport,
-        sampler: Sampler,
-        lag: int,
-        *,
-        probe: Probe | None = None,
-        learner: Model | None = None,
-        peers: RankCollectives = SINGLE_PROCESS,
-    ) -> None:
-        self._route, self._sampler, self._lag, self._peers = route, sampler, lag, peers
-        self._probe, self._learner = probe, learner
-        self._first: int | None = None
-        self._loaded: int | None = None
-        self._numbers: dict[str, float] = {}
-        self._lock = threading.Lock()
+    route: WeightTransport
+    sampler: Sampler
+    lag: int
+    probe: Probe | None = None
+    learner: Model | None = None
+    peers: RankCollectives = SINGLE_PROCESS
+    _first: int | None = None
+    _loaded: int | None = None
+    _numbers: dict[str, float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def publish(self, version: int) -> None:
         """Send the weights after `version` steps, or keep them until they are due. Collective."""
         self._first = version if self._first is None else self._first
-        oldest = version - self._lag
-        if self._probe is not None and self._learner is not None:
-            self._probe.expect(version, scores(self._learner, self._probe.rows))
-            self._probe.drop_below(oldest)
-        self._route.drop_below(oldest)  # whatever is being collected is due to `oldest` at least
+        oldest = version - self.lag
+        if self.probe is not None and self.learner is not None:
+            self.probe.expect(version, scores(self.learner, self.probe.rows))
+            self.probe.drop_below(oldest)
+        self.route.drop_below(oldest)  # whatever is being collected is due to `oldest` at least
         begin = time.perf_counter()
-        if sent := self._route.publish(version):
+        if sent := self.route.publish(version):
             seconds = time.perf_counter() - begin
             self._note({"weight_sync/send_s": seconds, "weight_sync/gb_per_s": sent / seconds / 1e9})
             self._note({"weight_sync/bytes": float(sent)})
@@ -84,8 +80,8 @@ class Publisher(BaseCallback):
         def collect_with_weights(step: int) -> T:
             self.load_for(step)
             found = collect(step)
-            if self._lag == 0:
-                self._sampler.release_memory()
+            if self.lag == 0:
+                self.sampler.release_memory()
             return found
 
         return collect_with_weights
@@ -96,12 +92,12 @@ class Publisher(BaseCallback):
         Raises SamplerError, on all ranks, where it does not take them.
         """
         assert self._first is not None  # a first version was published
-        version = max(step - self._lag, self._first)
+        version = max(step - self.lag, self._first)
         if version != self._loaded:
             begin = time.perf_counter()
-            run_on_all(self._peers, lambda: self._load(version))
+            run_on_all(self.peers, lambda: self._load(version))
             self._loaded = version
-            if self._route.get(version) is not None:
+            if self.route.get(version) is not None:
                 self._note({"weight_sync/load_s": time.perf_counter() - begin})
 
     def on_step(self, end: StepResult) -> None:
@@ -109,21 +105,21 @@ class Publisher(BaseCallback):
 
         Also what the sampler has measured since the last step.
         """
-        measured = {f"sampler/{name}": value for name, value in self._sampler.pop_metrics().items()}
+        measured = {f"sampler/{name}": value for name, value in self.sampler.pop_metrics().items()}
         with self._lock:
             end.values.update({**self._numbers, **measured})
 
     def close(self) -> None:
         """Remove what was sent."""
-        self._route.close()
+        self.route.close()
 
     def _load(self, version: int) -> None:
-        weights = self._route.get(version)
-        if self._probe is None:
-            self._sampler.load_weights(weights, version)
+        weights = self.route.get(version)
+        if self.probe is None:
+            self.sampler.load_weights(weights, version)
         else:
-            self._probe.load(self._sampler, weights, version)
-            self._note({"weight_sync/logprob_error": self._probe.last_difference})
+            self.probe.load(self.sampler, weights, version)
+            self._note({"weight_sync/logprob_error": self.probe.last_difference})
 
     def _note(self, numbers: Mapping[str, float]) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ SharedFiles   files that samplers read: one rank of a machine writes; all ranks,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -79,6 +80,7 @@ class DeviceCopy:
         """Memory ends with the process."""
 
 
+@dataclass(eq=False, slots=True)
 class SharedFiles:
     """Files, which some ranks write.
 
@@ -87,29 +89,24 @@ class SharedFiles:
     source: the rank whose files this rank's sampler reads; None = it has no sampler to give them to
     """
 
-    def __init__(
-        self,
-        changed: Weights,
-        fixed: Weights | None,
-        *,
-        peers: RankCollectives,
-        store: WeightStore | None,
-        source: int | None,
-    ) -> None:
-        self._changed, self._fixed, self._peers, self._store, self._source = changed, fixed, peers, store, source
-        self._held: dict[int, StoredWeights] = {}
-        self._begun = False
+    changed: Weights
+    fixed: Weights | None
+    peers: RankCollectives
+    store: WeightStore | None
+    source: int | None
+    _held: dict[int, StoredWeights] = field(default_factory=dict)
+    _begun: bool = False
 
     def publish(self, version: int) -> int:
         """See `WeightTransport`. An error of the writing rank is raised on all ranks. Raises StorageError."""
-        if not self._begun and self._fixed is not None:
-            self._write_on_ranks(self._fixed(), lambda store, tensors: store.keep(tensors))
+        if not self._begun and self.fixed is not None:
+            self._write_on_ranks(self.fixed(), lambda store, tensors: store.keep(tensors))
         self._begun = True
-        written = self._write_on_ranks(self._changed(), lambda store, tensors: store.put(version, tensors))
-        if self._source is not None:
-            files, digest = written[self._source] or ((), "")
+        written = self._write_on_ranks(self.changed(), lambda store, tensors: store.put(version, tensors))
+        if self.source is not None:
+            files, digest = written[self.source] or ((), "")
             self._held[version] = StoredWeights(files, version, digest)
-        return 0 if self._store is None else self._store.get(version).num_changed_bytes
+        return 0 if self.store is None else self.store.get(version).num_changed_bytes
 
     def _write_on_ranks(
         self,
@@ -119,14 +116,14 @@ class SharedFiles:
         """What each rank that writes has written of tensors that all of them drain."""
 
         def work(_: list[int]) -> list[WrittenFiles | None]:
-            if self._store is not None:
-                made = write(self._store, tensors)
+            if self.store is not None:
+                made = write(self.store, tensors)
                 return [None if made is None else (made.files, made.digest)]
             for _tensor in tensors:
                 pass
             return [None]
 
-        return run_partitioned(self._peers, range(self._peers.size), work)
+        return run_partitioned(self.peers, range(self.peers.size), work)
 
     def get(self, version: int) -> Mapping[str, Tensor] | None:
         """See `WeightTransport`."""
@@ -135,10 +132,10 @@ class SharedFiles:
     def drop_below(self, version: int) -> None:
         """See `WeightTransport`."""
         self._held = {one: weights for one, weights in self._held.items() if one >= version}
-        if self._store is not None:
-            self._store.drop_below(version)
+        if self.store is not None:
+            self.store.drop_below(version)
 
     def close(self) -> None:
         """See `WeightTransport`; the files are removed."""
-        if self._store is not None:
-            self._store.close()
+        if self.store is not None:
+            self.store.close()

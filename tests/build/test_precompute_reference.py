@@ -111,8 +111,8 @@ def test_the_numbers_are_those_of_a_reference_that_is_asked_in_each_step(algorit
     """Bit for bit in the first epoch (5 steps of 8 items), to rounding in the others, whose batches are new."""
     words = [f"algorithm={algorithm}", f"adapter={adapter}", "steps=6", "algorithm.mini_batches=2"]
     wanted, cached = Attempt("one", *words), Attempt("two", *words, CACHED)
-    assert cached.reference._model is cached.built.model, "there is one model"
-    assert (wanted.reference._model is wanted.built.model) == (adapter == "lora")
+    assert cached.reference.model is cached.built.model, "there is one model"
+    assert (wanted.reference.model is wanted.built.model) == (adapter == "lora")
     rows, found = wanted.run(), cached.run()
     assert found[:5] == rows[:5] and "eval/loss" in found[5]
     for row, other in zip(rows[5:], found[5:], strict=True):

@@ -45,12 +45,7 @@ DualClip = Annotated[
     formula="max(−r·A, −clip(r, 1 − clip_low, 1 + clip_high)·A), where A < 0 at most −dual_clip·A",
 )
 def ppo_clip(
-    ratio: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: ClipLow = 0.2,
-    clip_high: ClipHigh = 0.2,
-    dual_clip: DualClip = None,
+    ratio: Tensor, advantages: Tensor, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, dual_clip: DualClip = None
 ) -> tuple[Tensor, Diagnostics]:
     """max(−r·A, −clip(r, 1 − clip_low, 1 + clip_high)·A); where A < 0 at most −dual_clip·A, [T].
 

@@ -188,10 +188,7 @@ class PolicyOptimization:
         self._health = {}
         if count:
             size = importance.effective_sample_size(log_rho.exp().double(), mask)
-            self._health = {
-                "correction/effective_sample_size": float(size),
-                "correction/clip_frac": affected / count,
-            }
+            self._health = {"correction/effective_sample_size": float(size), "correction/clip_frac": affected / count}
         return with_tokens(batch, importance=found.weights)
 
     def _mini_batches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:

@@ -85,8 +85,7 @@ class PolicyLoss:
             "max_log_ratio": lambda: self.config.max_log_ratio,
             "mask": lambda: mask,
         }
-        value: Tensor = compute_selected(self.config, "kl_estimator", offered)
-        return value
+        return compute_selected(self.config, "kl_estimator", offered)
 
     def _metrics(
         self, batch: Batch, total: Tensor, mask: Tensor, diagnostics: Mapping[str, Tensor], old: Tensor

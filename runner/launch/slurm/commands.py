@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 
 from runner.core.device_kinds import CORE, ResourceRequest, kind_of
-from runner.core.errors import EnvironmentProblem, StorageError
+from runner.core.errors import EnvironmentProblem
+from runner.core.fsync_io import storage_errors
 from runner.run_dir.folder import OUTPUTS, RunFolder
 from runner.tracker.jsonl import complete_lines
 
@@ -72,12 +73,10 @@ def count_stage(stage: RunFolder) -> None:
     """
     if "SLURM_JOB_ID" not in os.environ:
         return
-    try:
+    with storage_errors(f"cannot write {_stages()}"):
         FOLDERS.mkdir(parents=True, exist_ok=True)
         with _stages().open("a", encoding="utf-8") as file:
             file.write(f"{stage.root}\n")
-    except OSError as error:
-        raise StorageError(f"cannot write {_stages()}: {error.strerror}") from error
 
 
 def _stages() -> Path:

@@ -123,14 +123,8 @@ class OpenAiClient:
         left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        sent = request(
-            method,
-            self.url + path,
-            timeout_s=left,
-            largest_bytes=LARGEST_BYTES,
-            body=content,
-            headers=self._headers,
-        )
+        options: dict[str, Any] = {"largest_bytes": LARGEST_BYTES, "body": content, "headers": self._headers}
+        sent = request(method, self.url + path, timeout_s=left, **options)
         status, answer = self._runner.run(sent)
         if status != 200:
             raise StatusError(status, _error_message(answer))

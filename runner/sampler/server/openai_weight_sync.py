@@ -20,8 +20,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from runner.core.errors import SamplerError, StorageError
-from runner.core.fsync_io import error_reason
+from runner.core.errors import SamplerError
+from runner.core.fsync_io import storage_errors
 from runner.sampler.server.openai_server import OpenAiServer
 from runner.weight_sync.weight_store import StoredWeights
 
@@ -64,12 +64,10 @@ class FolderSync(WeightSync):
             shutil.rmtree(self._root, ignore_errors=True)  # of a process that was killed
         self._num_loads += 1
         place = self._root / f"{self._stem}-v{weights.version}-{self._num_loads}"  # a name that no load has had
-        try:
+        remedy = "; free space, or set sampler.folder to a folder with space"
+        with storage_errors(f"weights for the server cannot be written to {place}", remedy):
             place.mkdir(parents=True)
             self._write(weights, place)
-        except OSError as error:
-            text = f"weights for the server cannot be written to {place}: {error_reason(error)}"
-            raise StorageError(f"{text}; free space, or set sampler.folder to a folder with space") from error
         self._send(place)
         for other in self._root.iterdir():
             if other != place:

@@ -148,8 +148,7 @@ class ServerClient:
                 pass
             raise UnansweredError(f"its response cannot be read: {content[:80]!r}")
 
-        found: int | None = (await self._retry(ask, deadline))["max_model_len"]
-        return found
+        return (await self._retry(ask, deadline))["max_model_len"]
 
     async def load(self, weights: StoredWeights, deadline: float) -> None:
         """Load weights.

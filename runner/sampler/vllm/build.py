@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from runner.core.errors import SpecError
-from runner.interfaces import Decide, GenerativeModel, ModelLimits
+from runner.interfaces import Decide, GenerativeModel
 from runner.interfaces.media import images_of
 from runner.sampler.config import VllmSamplerConfig
 from runner.sampler.vllm.arguments import EnginePlacement, engine_arguments, sleep_level
@@ -40,9 +40,8 @@ def build(
     (folder / "blueprint").mkdir()
     model.save_configs(folder / "blueprint")
     adapters = LoraAdapters(folder / "blueprint" / "adapter", folder) if config.weight_sync == "adapter" else None
-    placement = _make_placement(
-        config, model, folder, min(_max_length(bounds), config.max_model_len or longest), adapters
-    )
+    most = 2**31 if bounds.length_limit is None else bounds.length_limit[0]
+    placement = _make_placement(config, model, folder, min(most, config.max_model_len or longest), adapters)
     _report_choices(config, placement, decide)
     engine = VllmEngine(
         {**engine_arguments(config, placement, os.environ), **(_image_options() if placement.images else {})},
@@ -56,10 +55,6 @@ def build(
     except SpecError:
         engine.close()
         raise
-
-
-def _max_length(bounds: ModelLimits) -> int:
-    return 2**31 if bounds.length_limit is None else bounds.length_limit[0]
 
 
 def _make_placement(

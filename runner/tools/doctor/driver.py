@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -191,11 +192,7 @@ def memory_in_use(machine: SystemInfo) -> CheckResult:
     info = info_of(machine)
     if info is None:
         return skip("npu-smi lists no chips")
-    crowded = [
-        c
-        for c in info.chips
-        if c.memory_used_mb and c.memory_total_mb and c.memory_used_mb > FOREIGN_SHARE * c.memory_total_mb
-    ]
+    crowded = [c for c in info.chips if (c.memory_used_mb or 0) > FOREIGN_SHARE * (c.memory_total_mb or math.inf)]
     full = [f"{c.card}/{c.chip} {c.memory_used_mb} of {c.memory_total_mb} MB" for c in crowded]
     used = [f"{p.pid} {p.name or '?'} on {p.card}/{p.chip} ({p.memory_mb} MB)" for p in info.processes]
     if full or used:

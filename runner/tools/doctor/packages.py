@@ -190,9 +190,8 @@ def pins(machine: SystemInfo) -> CheckResult:
     """What the packages of the stack demand of one another."""
     broken = unmet(machine, STACK)
     if not broken:
-        return ok(
-            f"{count_noun(sum(name in machine.packages for name in STACK), 'package')}: all dependencies installed"
-        )
+        count = sum(name in machine.packages for name in STACK)
+        return ok(f"{count_noun(count, 'package')}: all dependencies installed")
     answer = problem if any(name == PROJECT for name, *_ in broken) else warning
     demands = " ".join(f"'{line.partition(';')[0].strip()}'" for *_, line in broken)
     return answer("; ".join(text for _, text, _ in broken), f"pip install {demands}")
@@ -296,12 +295,8 @@ def npu_engine(machine: SystemInfo) -> CheckResult:
     if env.get(METHOD) == "fork":
         text = f"{METHOD}=fork is exported: a process with an NPU cannot fork (sampler.tensor_parallel_size)"
         return bad(text, f"unset {METHOD}, which a job sets to spawn itself")
-    growing = [
-        name
-        for name in ("PYTORCH_NPU_ALLOC_CONF", SHARED_ALLOCATOR)
-        if "expandable_segments:true" in env.get(name, "").lower()
-    ]
-    if growing:
+    allocators = ("PYTORCH_NPU_ALLOC_CONF", SHARED_ALLOCATOR)
+    if growing := [name for name in allocators if "expandable_segments:true" in env.get(name, "").lower()]:
         text = f"{growing[0]}={env[growing[0]]} is exported: an engine on the trainer's device cannot sleep with it"
         return bad(text, f"unset {growing[0]}, or sampler.sleep=0, or set launch.samplers")
     return ok(f"a job sets {LAYOUT}=0, and weight_nz_mode=0 in the engine; no expandable segments where it sleeps")

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import groupby
 from typing import TextIO
 
@@ -50,29 +51,15 @@ class ReportEntry:
         return {"group": self.group, "check": self.check, **asdict(self.finding)}
 
 
-def ok(evidence: str) -> CheckResult:
-    """Nothing to do."""
-    return CheckResult(CheckStatus.OK, evidence)
-
-
-def warning(evidence: str, remedy: str | None = None) -> CheckResult:
-    """It works, and something is to be known."""
-    return CheckResult(CheckStatus.WARNING, evidence, remedy)
+ok = partial(CheckResult, CheckStatus.OK)  # nothing to do
+skip = partial(CheckResult, CheckStatus.SKIPPED)  # does not apply here
+warning = partial(CheckResult, CheckStatus.WARNING)  # it works, and something is to be known
+unknown = partial(CheckResult, CheckStatus.UNKNOWN)  # not established: the tables or the machine do not say
 
 
 def problem(evidence: str, remedy: str) -> CheckResult:
     """It cannot work until the remedy is done."""
     return CheckResult(CheckStatus.PROBLEM, evidence, remedy)
-
-
-def unknown(evidence: str, remedy: str | None = None) -> CheckResult:
-    """Not established: the tables or the machine do not say."""
-    return CheckResult(CheckStatus.UNKNOWN, evidence, remedy)
-
-
-def skip(evidence: str) -> CheckResult:
-    """Does not apply here."""
-    return CheckResult(CheckStatus.SKIPPED, evidence)
 
 
 def wait_or_choose(variable: str, free: Sequence[str]) -> str:

@@ -130,15 +130,13 @@ def _moment_hooks(blocks: Sequence[nn.Module], tracker: MetaMemoryTracker, repea
 
 def _through_layers(model: Any, batch: Batch) -> Tensor:
     """What a stage that is not the last makes of a batch: hidden states, and nothing of them."""
-    total: Tensor = model._run_pass(lambda: model._backbone(model.shard_tokens(batch.to(META)))).sum()
-    return total
+    return model._run_pass(lambda: model._backbone(model.shard_tokens(batch.to(META)))).sum()
 
 
 def _total(spec: JobSpec, head: Head, model: Any, batch: Batch) -> Tensor:
     """What a loss of the algorithm's kind makes of the model's outputs."""
     if head == "lm" and spec.algorithm.item_kind == "sft" and not spec.algorithm.needs_sampler:
-        total: Tensor = model.linear_loss(batch.to(META), torch.ones(batch.num_tokens))[0]
-        return total
+        return model.linear_loss(batch.to(META), torch.ones(batch.num_tokens))[0]
     outputs = model.outputs(batch.to(META), needed_outputs(spec, head))
     return torch.stack([value.sum() for value in outputs.values()]).sum()
 

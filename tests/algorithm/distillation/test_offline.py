@@ -172,7 +172,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(name: str) -> None:
     config = DistillConfig(teacher=TEACHER, batch_size=len(ITEMS), **OPTIONS[name])
     student, teacher = student_of(), teacher_of()
     got, metrics = gradients(config, student, teacher)
-    total, wanted = written_out(config, student, teacher._model)
+    total, wanted = written_out(config, student, teacher.model)
     assert metrics["train/loss"] == pytest.approx(float(total.detach()), rel=1e-5)
     assert got.keys() == wanted.keys()
     for parameter, gradient in wanted.items():
@@ -203,7 +203,7 @@ def test_mini_batches_each_divide_by_their_own_tokens() -> None:
 def test_hidden_states_of_one_micro_batch_exist_at_once_in_the_teachers_data_type() -> None:
     config = DistillConfig(teacher=TEACHER, batch_size=len(ITEMS))
     teacher = teacher_of()
-    teacher._model.module.to(torch.bfloat16)
+    teacher.model.module.to(torch.bfloat16)
     gradients(config, student_of(), teacher, budget=20)
     assert 0 < teacher.states <= 20 < sum(len(item.ids) for item in ITEMS)
     assert teacher.types == {torch.bfloat16}
@@ -238,7 +238,7 @@ def test_a_student_that_changes_its_logits_learns_from_what_they_are(kind: str) 
     config = DistillConfig(teacher=TEACHER, batch_size=len(ITEMS))
     student, teacher = student_of(kind), teacher_of()
     got, _ = gradients(config, student, teacher)
-    _, wanted = written_out(config, student, teacher._model)
+    _, wanted = written_out(config, student, teacher.model)
     for name, gradient in wanted.items():
         assert float((got[name].double() - gradient).norm()) <= 1e-4 * float(gradient.norm()) + 1e-7, name
 

@@ -82,7 +82,7 @@ def test_the_reverse_kl_falls_and_no_reward_is_spoken_of() -> None:
     seen: list[Mapping[str, float]] = []
     config = OpdConfig(**SMALL | {"batch_size": 32})
     job = job_of(config, steps=12, lr=1e-2, callbacks=[LogStep([lambda step, values: seen.append(values)])])
-    wanted: Any = job.models["teacher"]._model.causal  # type: ignore[attr-defined]
+    wanted: Any = job.models["teacher"].model.causal  # type: ignore[attr-defined]
     wanted.lm_head.weight.data.mul_(15)  # decided, and the same whatever stands before
     wanted.model.embed_tokens.weight.data[:] = wanted.model.embed_tokens.weight.data[0]
     run_loop(job, 0)

@@ -152,7 +152,7 @@ def compare(job: TrainingJob, options: dict[str, Any], said: str) -> int:
     if "critic" in recorders:
         critic = {n: p.requires_grad_() for n, p in weights_of(recorders["critic"].learner.model).items()}
     frozen: Any = job.models.get("reference")
-    others = {} if frozen is None else {"reference": weights_of(frozen._model)}
+    others = {} if frozen is None else {"reference": weights_of(frozen.model)}
     experiences: list[Any] = []
     prepare = algorithm.prepare
 
