@@ -245,7 +245,7 @@ def export(args: Namespace) -> int:
     whole = not is_adapter(target)
     kind = "a Hugging Face folder" if whole else "a PEFT adapter (--merge writes a full model)"
     print_text(f"{what}: {kind}", file=sys.stderr)
-    if whole:
+    if whole and not args.quantize:
         print_text(_other_formats(target), file=sys.stderr)
     print_text(display_path(target))
     if args.push:

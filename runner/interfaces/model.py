@@ -247,6 +247,7 @@ class TrainableModel(ScoringModel, Protocol):
     layout: str  # packed or padded
     default_attention: str  # what the transformers model attends with by itself
     flops: Any  # runner.model.flops.ModelFlops
+    merges: bool  # whether `save` writes the adapter merged into its base
     routing: ExpertRouting | None  # the routers of its experts, after `hook_routers`; None = it has none, or unhooked
     media: Any  # what reads the images of its inputs: runner.model.media.MediaInputs; None for a model of text alone
     weights_source: Any  # where its first weights come from: runner.model.initial_weights.WeightsSource

@@ -76,13 +76,17 @@ def export(
         raise EnvironmentProblem("--quantize w4a16: vllm-ascend reads it of experts alone\n  type --quantize w8a8")
     from runner.interfaces import as_generative
     from runner.launch.export_check import LARGEST_CHECKED, check_export, run_prompts
+    from runner.launch.quantized_export import refuse_quantizing, write_quantized_export
 
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise EnvironmentProblem(f"{out} exists and is not an empty folder; choose another --out")
+    outs = [] if out is None else [out, *([out.with_name(f"{out.name}-{quantize}")] if quantize else [])]
+    for taken in (one for one in outs if one.exists() and (not one.is_dir() or any(one.iterdir()))):
+        raise EnvironmentProblem(f"{taken} exists and is not an empty folder; choose another --out")
     with hold_lock(folder) if out is None else nullcontext():
         model, loaded = load_run(folder, spec, checkpoint)
         if merge:
             model.merge_on_save()
+        if quantize is not None and other is not None:
+            refuse_quantizing(model, other)
         own = folder.export if checkpoint == "last" else folder.export_of(loaded.step)
         target = out or (own.with_name(f"{own.name}-merged") if merge else own)
         style = loaded.state["identity"]["prompt_style"]
@@ -94,9 +98,7 @@ def export(
             prompts = run_prompts(folder, model.tokenizer, style, spec.chat)
             check_folder = partial(check_export, generative, prompts=prompts, style=style, other=other)
         found = write_export(model, target, spec, facts, check_folder)
-        if quantize is not None and other is not None:
-            from runner.launch.quantized_export import write_quantized_export
-
+        if quantize is not None and other is not None and generative is not None:
             prompts = run_prompts(folder, model.tokenizer, style, spec.chat)
             target, found = write_quantized_export(generative, target, quantize, other, prompts, style)
     return ExportResult(target, loaded.step, found)

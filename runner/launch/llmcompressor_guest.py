@@ -32,7 +32,7 @@ def main() -> None:
     if scheme == "w4a16":
         group = next((one for one in GROUPS if not any(size % one for size in sizes)), None)
         if group is None:
-            sys.exit(f"w4a16: none of {GROUPS} divides the inputs {sorted(sizes)} of all layers; use w8a8")
+            sys.exit(f"none of {GROUPS} divides the inputs {sorted(sizes)} of all layers; use w8a8")
         weights = QuantizationArgs(num_bits=4, strategy="group", group_size=group)
         how = {"config_groups": {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}}
     oneshot(model=model, recipe=[QuantizationModifier(**how, ignore=["lm_head"])])

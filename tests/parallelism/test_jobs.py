@@ -89,6 +89,14 @@ def test_two_ranks_do_what_one_does(words: str, workdir: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_two_ranks_on_a_quantized_base_do_what_one_does(scheme: str, workdir: Path) -> None:
+    if scheme == "nf4":
+        pytest.importorskip("bitsandbytes")
+    compare(2, f"{FAST['sft']} model.quantization={scheme}", workdir)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("words", SLOW.values(), ids=SLOW.keys())
 def test_four_ranks_do_what_one_does(words: str, workdir: Path) -> None:
     compare(4, words, workdir)

@@ -145,6 +145,13 @@ def adapting(spec: JobSpec) -> Iterator[Change]:
         yield Change("adapter=lora", changed, "a different update: low-rank, needs a larger optimizer.lr")
 
 
+def quantizing(spec: JobSpec) -> Iterator[Change]:
+    """A frozen base in 4 bits."""
+    changed = _with_option(spec, "model.quantization", "nf4")
+    if spec.model.quantization is None and not changed.model.problems(changed):
+        yield Change("model.quantization=nf4", changed, "a different base: its linear layers are rounded to 4 bits")
+
+
 # from cheap to expensive
 STEPS: tuple[Step, ...] = (
     smaller_chunks,
@@ -159,6 +166,7 @@ STEPS: tuple[Step, ...] = (
     offloading,
     suggest_low_bit_optimizers,
     adapting,
+    quantizing,
 )
 
 

@@ -18,7 +18,14 @@ from runner.tools.plan.estimate import FRAGMENTATION, Estimate, estimate
 from runner.tools.plan.model import architecture, build_meta_model
 from runner.tools.plan.plan_text import fit_verdict, mesh_lines, plan_lines
 from runner.tools.plan.rank_layout import ModelWeights, ParameterCount
-from runner.tools.plan.remedies import advise, engine_memory_share, sharding, sharing_rows, spreading_experts
+from runner.tools.plan.remedies import (
+    advise,
+    engine_memory_share,
+    quantizing,
+    sharding,
+    sharing_rows,
+    spreading_experts,
+)
 from runner.tools.plan.rollout_memory import ENGINE, POOL, EngineMemory, SamplerDevices
 from tests.tools.plan.test_measure import on
 
@@ -173,26 +180,40 @@ def test_an_engine_without_room_for_an_answer_does_not_fit(compose: Any) -> None
     assert "room for 0 sequences" in said
 
 
+NF4 = "model.quantization=nf4"
+
+
+def test_a_quantized_base_is_held_with_its_scales_and_one_dequantized_weight(compose: Any) -> None:
+    sizes = ("model.hidden_size=512", "model.intermediate_size=2048", "model.layers=3", "data.max_length=16")
+    words = (*sizes, "algorithm.micro_batch_tokens=16", "model.lm_head_chunk_tokens=1", "adapter=lora")
+    plain, low = (estimate(compose("+recipe=sft_demo", *words, *more)) for more in ((), ("model.quantization=int8",)))
+    numbers, rows = 3 * (4 * 512 + 3 * 2048) * 512, 3 * (5 * 512 + 2 * 2048)
+    less = terms(plain, "update")["frozen weights"] - terms(low, "update")["frozen weights"]
+    assert less == numbers * 4 - (numbers + 4 * rows)
+    assert low.peak.bytes - (plain.peak.bytes - less) == pytest.approx(512 * 2048 * 4, rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "card", "more", "frozen_gib"),
+    ("model", "card", "more", "frozen_gib", "verdict"),
     [
-        ("Qwen/Qwen3-8B", "910B", ("device=npu",), 15.3),  # 2 bytes for each of 8.19 billion numbers
-        ("Qwen/Qwen3-8B", "H100", ("device=cuda",), 15.3),
-        ("Qwen/Qwen3-32B", "910B", ("device=npu",), 61.0),
-        ("Qwen/Qwen3-32B", "H100", ("device=cuda",), 61.0),
+        ("Qwen/Qwen3-8B", "910B", ("device=npu",), 15.3, "fits"),  # 2 bytes for each of 8.19 billion numbers
+        ("Qwen/Qwen3-8B", "H100", ("device=cuda",), 15.3, "fits"),
+        ("Qwen/Qwen3-32B", "910B", ("device=npu",), 61.0, "does not fit"),
+        ("Qwen/Qwen3-32B", "H100", ("device=cuda",), 61.0, "may fit"),
+        ("Qwen/Qwen3-32B", "H100", ("device=cuda", NF4), 19.25, "fits"),
         # 68.5 billion numbers in layers, each of 4 bits and 1/64 of a float32 scale; 2.1 in embedding and head
-        ("meta-llama/Llama-3.1-70B", "H100", ("device=cuda", "model.quantization=nf4"), 39.8),
+        ("meta-llama/Llama-3.1-70B", "H100", ("device=cuda", NF4), 39.8, "fits"),
     ],
 )
 def test_what_lora_of_published_models_keeps_on_one_card(
-    compose: Any, model: str, card: str, more: tuple[str, ...], frozen_gib: float
+    compose: Any, model: str, card: str, more: tuple[str, ...], frozen_gib: float, verdict: str
 ) -> None:
-    plan = estimate(compose("+recipe=sft_npu", *ONE, f"model.path={model}", *more), CARDS[card])
+    spec = compose("+recipe=sft_npu", *ONE, f"model.path={model}", *more)
+    plan = estimate(spec, CARDS[card])
     assert terms(plan, "update")["frozen weights"] / GIB == pytest.approx(frozen_gib, rel=0.01)
-    large = model == "Qwen/Qwen3-32B"
-    wanted = ("does not fit" if card == "910B" else "may fit") if large else "fits"
-    assert fit_verdict(plan, CARDS[card]) in (wanted, "may fit" if "model.quantization=nf4" in more else wanted)
+    assert fit_verdict(plan, CARDS[card]) == verdict
+    assert [change.word for change in quantizing(spec)] == ([NF4] if card == "H100" and NF4 not in more else [])
 
 
 @pytest.mark.slow
