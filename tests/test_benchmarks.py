@@ -37,6 +37,7 @@ def test_how_many_standard_errors_two_arms_lie_apart(a: list[float], b: list[flo
         "rollout.py --quick --only tools",
         "parallel.py --only ddp --steps 3",
         "images.py --group 2 --pixels 32 --rounds 1",
+        "prompts.py --prompt 32 --completion 4 --group 2 --rounds 1",
         "saving.py --quick --rounds 1",
         "tokenizing.py --rows 60 --rounds 1",
         "data_path.py --ranks 8 --batch-size 16 --longest 256 --steps 1",

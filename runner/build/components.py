@@ -31,6 +31,7 @@ from runner.interfaces import (
 from runner.model.flops import ModelFlops
 from runner.model.initial_weights import DTYPES, InstallFusedOps
 from runner.model.model_folder import has_tokenizer
+from runner.model.shared_prompt_attention import merge_objection
 from runner.model.transformers_model import TransformersModel
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
@@ -202,6 +203,8 @@ def _place_model(
         and (kernel := device.varlen_attention(model.compute_dtype))
     ):
         model.set_varlen_kernel(kernel, decide=decide)
+        if reason := merge_objection(device.torch_device):
+            decide("shared prompts", "computed once", "keys repeated", reason)
     return model
 
 

@@ -139,6 +139,21 @@ def contexts(batch: Batch) -> tuple[tuple[int, ...], Tensor] | None:
     return _concatenate_rows(batch, torch.stack([before, torch.arange(len(before))], 1))
 
 
+def continued_prompts(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """The tokens that continue prompts and the prompts' own; how many of both each prompt has.
+
+    int64 on the CPU, the tokens as indices of the batch's; None if no row continues another.
+    """
+    before, lengths = prefixes(batch), batch.structure.rows["lengths"].cpu()
+    rows = (before >= 0).nonzero()[:, 0]
+    if not len(rows):
+        return None
+    starts = torch.cumsum(lengths, 0) - lengths
+    prompts, of_row = torch.unique_consecutive(before[rows], return_inverse=True)
+    behind, tokens = (ranges(starts[some].numpy(), lengths[some].numpy()) for some in (rows, prompts))
+    return behind, tokens, torch.zeros_like(prompts).index_add_(0, of_row, lengths[rows]), lengths[prompts]
+
+
 def _concatenate_rows(batch: Batch, parts: Tensor) -> tuple[tuple[int, ...], Tensor]:
     """Concatenate pairs [n, 2] of rows (-1: none): the length of each pair, and the token at each place."""
     lengths = batch.structure.rows["lengths"].cpu().numpy()

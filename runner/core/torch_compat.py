@@ -45,6 +45,11 @@ def varlen_attention() -> Callable[..., Any] | None:
     return function if "enable_gqa" in known else partial(_repeat_kv_heads, function)
 
 
+def has_grouped_cpu_attention() -> bool:
+    """Whether the CPU's attention kernel supports grouped queries; older ones read beyond the keys."""
+    return importlib.util.find_spec("torch.nn.attention.varlen") is not None  # torch 2.10 and newer have both
+
+
 def _repeat_kv_heads(
     function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *rest: Any, enable_gqa: bool, **named: Any
 ) -> Any:

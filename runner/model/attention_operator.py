@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from runner.model.packed_attention import PackedRows, attend_by_rows
+from runner.model.shared_prompt_attention import define_operator
 
 OPERATOR = "runner::packed_attention"
 BACKWARD = "runner::packed_attention_backward"
@@ -26,14 +27,10 @@ attend_uncompiled = torch.compiler.disable(attend_by_rows)  # with dropout, whic
 
 
 @cache
-def define_operator() -> None:
+def define_packed_attention() -> None:
     """Define `torch.ops.runner.packed_attention` and its backward pass; arguments: see `PackedRows`."""
-    torch.library.define(OPERATOR, f"({INPUTS}) -> Tensor")
-    torch.library.impl(OPERATOR, "CompositeExplicitAutograd", _attend)
-    torch.library.register_fake(OPERATOR, _attend_fake)
-    torch.library.define(BACKWARD, f"(Tensor grad, {INPUTS}) -> (Tensor, Tensor, Tensor)")
-    torch.library.impl(BACKWARD, "CompositeExplicitAutograd", _backward)
-    torch.library.register_fake(BACKWARD, _backward_fake)
+    define_operator(OPERATOR, INPUTS, "Tensor", _attend, _attend_fake)
+    define_operator(BACKWARD, f"Tensor grad, {INPUTS}", "(Tensor, Tensor, Tensor)", _backward, _backward_fake)
     torch.library.register_autograd(OPERATOR, _gradients, setup_context=_save)
 
 

@@ -36,7 +36,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Decide
-from runner.model.attention_operator import define_operator
+from runner.model.attention_operator import define_packed_attention
 
 OPTION = "model.gradient_checkpointing"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -154,7 +154,7 @@ class CompiledLayers:
 
         Adapters and the device's operators must be installed before.
         """
-        define_operator()
+        define_packed_attention()
         torch._dynamo.config.recompile_limit = GRAPHS
         torch.fx.experimental._config.use_duck_shape = False  # as many rows as a head is wide are no constant
         self._layers: list[Any] = list(layers)

@@ -115,6 +115,7 @@ class PartialVocab(VocabShard):
 
 
 ALL_IDS = VocabShard()
+WEIGHT_ROWS = 4096  # of a product that is added to a gradient in a wider type: not as many as the weight has
 
 
 def local_vocab(head: nn.Module) -> tuple[Tensor, VocabShard]:
@@ -293,7 +294,8 @@ class LogitOperands:
         if d_weight is not None and d_weight.dtype == d_logits.dtype:
             d_weight.addmm_(d_logits.t(), self.hidden[span])
         elif d_weight is not None:
-            d_weight += d_logits.t() @ self.hidden[span]
+            for ids in chunk_spans(len(d_weight), WEIGHT_ROWS):
+                d_weight[ids].add_(d_logits[:, ids].t() @ self.hidden[span])
 
     def results(self) -> tuple[Tensor | None, ...]:
         """Gradients in the data types of what they belong to."""

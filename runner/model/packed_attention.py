@@ -8,8 +8,9 @@ transformers under the name `ragged`; having no mask function of that name, tran
 ends are passed as the keyword `ragged` through the model's forward. On the CPU each row is one kernel call, which is
 fastest there (no copy, no padding). Elsewhere one call of the device's kernel does all rows; where it has none, rows
 of like lengths share a call, because calls are what costs. Rows that continue a shared prompt (see
-`runner.core.prefix_tree`) see its keys before their own: these are repeated here and nowhere else; its queries only
-where there is no kernel.
+`runner.core.prefix_tree`) see its keys before their own: `runner.model.shared_prompt_attention` repeats nothing. With a
+window or dropout, values narrower than keys, on an NPU, and on a GPU without a kernel, the keys are repeated here, and
+the queries where there is no kernel.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from runner.core.batch import Batch
 from runner.core.prefix_tree import Paths, contexts, paths, rows_as_paths
 from runner.interfaces import SequenceLengths, VarlenAttention
+from runner.model.shared_prompt_attention import SharedPrompts, merge_objection
 
 PACKED_ATTENTION = "ragged"
 # Keywords that models hand to an attention function and that do not change what is computed.
@@ -67,7 +69,7 @@ class PackedRows:
     place of the buckets, which are padded with the last of a row; inverse: int64 [T], undoes that. Without them each
     row is a bucket.
     With a kernel: the queries and keys of each row, and `key_index`, int64 [K], where the keys lie in the batch; None
-    if each row sees itself alone.
+    if each row sees itself alone. prompts: of rows that continue one, where their keys need not be repeated.
     """
 
     buckets: Tensor
@@ -77,6 +79,7 @@ class PackedRows:
     queries: SequenceLengths | None = None
     keys: SequenceLengths | None = None
     key_index: Tensor | None = None
+    prompts: SharedPrompts | None = None
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
@@ -85,6 +88,9 @@ class PackedRows:
 
         query [1, heads, T, d]; key, value [1, kv heads, T, d]; window in tokens or None. Returns [1, T, heads, d].
         """
+        if self.prompts is not None and window is None and not dropout and query.shape[-1] == value.shape[-1]:
+            query, key, value = promote_to_common_dtype(query, key, value)
+            return self.prompts.attend(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
         if self.kernel is not None:
             return _attend_by_kernel(query, key, value, self, window, dropout, scale)
         if not torch.compiler.is_compiling():
@@ -101,20 +107,23 @@ class PackedRows:
 def plan_attention(batch: Batch, kernel: VarlenAttention | None = None) -> PackedRows:
     """The plan for one batch: by the kernel if there is one; else row by row on the CPU, else in buckets.
 
-    Rows that share prompts are always in buckets. It is made on the CPU; of a batch on a device nothing is read back.
+    Rows that share prompts are in buckets where they cannot be merged. It is made on the CPU; of a batch on a device
+    nothing is read back.
     """
     device, lengths = batch.tokens["ids"].device, batch.structure.rows["lengths"]
-    rows = separate_rows(lengths)
+    rows, prompts = separate_rows(lengths), SharedPrompts.of(batch)
+    if prompts is not None and ((kernel is None) != (device.type == "cpu") or merge_objection(device) is not None):
+        prompts = None
     if kernel is not None:
         queries = keys = SequenceLengths.of(lengths.tolist(), device)
         if (found := contexts(batch)) is not None:
             keys = SequenceLengths.of(found[0], device)
         index = None if found is None else _to_device(found[1], device)
-        return replace(rows, kernel=kernel, queries=queries, keys=keys, key_index=index)
+        return replace(rows, kernel=kernel, queries=queries, keys=keys, key_index=index, prompts=prompts)
     shared = paths(batch)
     if shared is None and device.type == "cpu":
         return rows
-    return bucket_by_length(shared or rows_as_paths(batch), device)
+    return replace(bucket_by_length(shared or rows_as_paths(batch), device), prompts=prompts)
 
 
 def separate_rows(lengths: Tensor) -> PackedRows:

@@ -216,3 +216,83 @@ def varlen_attn(
     assert enable_gqa or query.shape[1] == key.shape[1]
     edges: Any = (cu_seq_q, cu_seq_k, max_q, max_k)
     return flash_attn_varlen_func(query, key, value, *edges, softmax_scale=scale, window_size=window_size)
+
+
+def flash_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """aten's: the output, and the log-sum-exp [heads, tokens] in float32."""
+    assert dropout_p == 0 and not return_debug_mask
+    found = [
+        (torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1))
+        for _, _, v, scores in _flash_scores(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale)
+    ]
+    out, sums = (torch.cat(parts, at) for at, parts in enumerate(zip(*found, strict=True)))
+    return out.to(query.dtype), sums.float(), *[torch.empty(0)] * 3
+
+
+def flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """aten's: weights from the log-sum-exp that is given, their gradients from the output that is given."""
+    assert dropout_p == 0 and rng_state.dtype == torch.uint64 and logsumexp.is_contiguous() and grad_out.stride(-1) == 1
+    grads = []
+    rows = zip(*(x.split(cum_seq_q.diff().tolist()) for x in (grad_out, out, logsumexp.t())), strict=True)
+    parts = _flash_scores(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale)
+    for (grad, own, sums), (q, k, v, scores) in zip(rows, parts, strict=True):
+        weights, grad = (scores - sums.t()[..., None]).exp(), grad.double()
+        inner = (grad * own).sum(-1).t()[..., None]
+        d_scores = weights * (torch.einsum("qhd,khd->hqk", grad, v) - inner) * scale
+        d_kv = torch.einsum("hqk,qhd->khd", d_scores, q), torch.einsum("hqk,qhd->khd", weights, grad)
+        fewer = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in d_kv)
+        grads.append((torch.einsum("hqk,khd->qhd", d_scores, k), *fewer))
+    return tuple(torch.cat(one).to(query.dtype) for one in zip(*grads, strict=True))
+
+
+def _flash_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_q: Tensor,
+    cum_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+) -> list[tuple[Tensor, ...]]:
+    """Of each sequence query, key and value, in float64 and for all heads, and the scores [heads, queries, keys]."""
+    assert cum_q.dtype == cum_k.dtype == torch.int32 and cum_q[0] == cum_k[0] == 0
+    assert int(cum_q.diff().max()) == max_q and int(cum_k.diff().max()) == max_k
+    found, sizes = [], (cum_q.diff().tolist(), *[cum_k.diff().tolist()] * 2)
+    for parts in zip(*(x.split(n) for x, n in zip((query, key, value), sizes, strict=True)), strict=True):
+        q, k, v = (x.double().repeat_interleave(query.shape[1] // x.shape[1], 1) for x in parts)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        seen = torch.ones(scores.shape[1:], dtype=torch.bool)
+        found.append((q, k, v, scores.masked_fill(~seen.tril(), -torch.inf) if causal else scores))
+    return found

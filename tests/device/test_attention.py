@@ -25,8 +25,10 @@ from runner.device.config import CudaConfig
 from runner.device.cuda import FlashAttention, TorchFlashAttention, varlen_kernel
 from runner.device.npu import MOST_SEQUENCES, FusionAttention
 from runner.interfaces import SequenceLengths, VarlenAttention
+from runner.model import shared_prompt_attention
 from runner.model.capability_probe import kernel_objection
 from runner.model.packed_attention import plan_attention
+from runner.model.shared_prompt_attention import FLASH_KERNELS, merge_objection
 from tests.device import operators
 from tests.device.cases import trees
 from tests.model import zoo
@@ -204,6 +206,34 @@ def test_shared_prompts_repeat_keys_and_no_query() -> None:
     assert rows.key_index is not None and sum(rows.keys.lengths) == len(rows.key_index) > data.num_tokens
     alone = plan_attention(pack_trees(trees(), share=False), KERNELS["npu"])
     assert alone.key_index is None and alone.keys == alone.queries
+
+
+@pytest.fixture
+def flash() -> Iterator[None]:
+    """The way of an NVIDIA GPU to merge shared prompts, over its operators as they are documented."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", operators.flash_attention_forward, "CPU")
+    library.impl("_flash_attention_backward", operators.flash_attention_backward, "CPU")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_prompt_attention, "ROW_KERNELS", FLASH_KERNELS)
+        merge_objection.cache_clear()
+        yield
+    merge_objection.cache_clear()
+    library._destroy()
+
+
+@pytest.mark.usefixtures("flash")
+def test_an_nvidia_gpu_merges_shared_prompts_by_its_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert merge_objection(zoo.CPU) is None
+    model, data = zoo.causal("qwen3", initializer_range=0.05), pack_trees(trees())
+    got = zoo.gradients(model, True, data)
+    forward, backward = FLASH_KERNELS
+    wrong = lambda *given: forward(*given[:3], True, given[4])  # noqa: E731  a prompt seen through a causal mask
+    monkeypatch.setattr(shared_prompt_attention, "ROW_KERNELS", (wrong, backward))
+    merge_objection.cache_clear()
+    assert merge_objection(zoo.CPU) == "its kernel differs from the definition of attention"
+    assert plan_attention(data).prompts is None
+    assert zoo.relative(got, zoo.gradients(model, True, data)) < 1e-6
 
 
 def test_a_kernel_that_errs_is_not_used_and_this_is_said() -> None:

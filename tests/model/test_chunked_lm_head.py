@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from runner.model import chunked_lm_head
 from runner.model.chunked_lm_head import ALL_IDS, LogitOperands
+from runner.model.chunked_logit_loss import chunked_logit_loss
 
 
 class Largest(TorchDispatchMode):
@@ -27,6 +28,21 @@ class Largest(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+class Made(TorchDispatchMode):
+    """Counts new tensors of at least so many elements."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self._least, self.count = least, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        large = (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel() >= self._least)
+        self.count += sum(x.untyped_storage().data_ptr() not in given for x in large)
         return out
 
 
@@ -198,3 +214,32 @@ def test_all_logits_are_never_held(way: str) -> None:
         )
         total.backward()
     assert chunk * vocab <= seen.elements <= 2 * chunk * vocab < tokens * vocab / 8
+
+
+@pytest.mark.parametrize("way", ["logprobs", "linear", "terms"])
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+def test_no_chunk_makes_a_tensor_as_large_as_the_weight(
+    way: str, compute: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is one: its gradient; with products in bfloat16, the weight in bfloat16 as well, for all chunks."""
+    monkeypatch.setattr(chunked_lm_head, "WEIGHT_ROWS", 100)
+    made = nn.Linear(64, 512, bias=False)
+    hidden, targets = torch.randn(80, 64, requires_grad=True), torch.randint(0, 512, (80,))
+    c, options = torch.randn(80), (8, compute)
+    with Made(made.weight.numel()) as seen:
+        if way == "linear":
+            total = chunked_lm_head.chunked_logprob_loss(made, hidden, targets, c, *options)[0]
+        elif way == "terms":
+            total = chunked_logit_loss(made, hidden, c, _picked, {"targets": targets}, *options)[0]
+        else:
+            total = (chunked_lm_head.chunked_logprobs(made, hidden, targets, *options)[0] * c).sum()
+        total.backward()
+    again = way == "logprobs" and compute is not None  # which makes the logits again, from the weight as it is stored
+    assert seen.count == 1 + (compute is not None) + again
+    wanted = torch.autograd.grad((plain(made, hidden, targets) * c).sum(), made.weight)[0]
+    limit = 2e-5 if compute is None else 0.05
+    torch.testing.assert_close(made.weight.grad, wanted, atol=limit, rtol=limit)
+
+
+def _picked(logits: Tensor, tokens: Any) -> dict[str, Tensor]:
+    return {"loss": logits.float().log_softmax(-1).gather(1, tokens["targets"][:, None])[:, 0]}

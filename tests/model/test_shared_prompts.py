@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
+from itertools import accumulate
+from random import Random
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 
 from runner.core.batch import Batch
 from runner.core.prefix_tree import Branch, Tree, pack_trees
+from runner.model import checkpointing_and_compile
+from runner.model.packed_attention import plan_attention
 from runner.model.value_head import ScalarHeadModel
 from tests.model.test_causal_lm import causal
-from tests.model.zoo import VOCAB
+from tests.model.test_compiled import made, traced  # noqa: F401  (a fixture)
+from tests.model.zoo import VOCAB, gradients, relative
 
 NEEDS = frozenset({"logprobs", "entropy"})
 
@@ -49,6 +60,80 @@ def test_shared_prompts_change_no_number(kind: str, layout: str) -> None:
     torch.testing.assert_close(found[0][0], found[1][0], atol=2e-5, rtol=2e-5)
     for one, two in zip(found[0][1], found[1][1], strict=True):
         assert float((one - two).norm()) <= 1e-5 * float(two.norm()) + 1e-7
+
+
+def loss_gradients(model: Any, share: bool) -> dict[str, Tensor]:
+    """Of the mean over the branches' tokens, by name; and the loss."""
+    batch = pack_trees(trees(temperature=False), share=share)
+    weight = batch.tokens["weight"]
+    model.module.zero_grad()
+    total = model.linear_loss(batch, weight / weight.sum())[0]
+    total.backward()
+    return {n: p.grad for n, p in model.trainable().items() if p.grad is not None} | {"loss": total.detach()}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "granite", "qwen3_moe", "gpt2"])
+def test_merged_parts_are_the_attention_of_repeated_prompts(kind: str) -> None:
+    model = causal(kind) if kind == "gpt2" else causal(kind, initializer_range=0.02)
+    assert relative(loss_gradients(model, True), loss_gradients(model, False)) < 1e-6
+
+
+lengths_strategy = st.lists(
+    st.tuples(st.integers(0, 9), st.lists(st.integers(1, 7), min_size=1, max_size=4)), min_size=1, max_size=4
+)
+
+
+@given(lengths=lengths_strategy, kv_heads=st.sampled_from([1, 2, 4]), window=st.none() | st.integers(1, 20))
+@settings(max_examples=40, deadline=None)
+def test_attention_equals_that_over_copies_of_the_prompt(
+    lengths: list[tuple[int, list[int]]], kv_heads: int, window: int | None
+) -> None:
+    torch.manual_seed(len(lengths))
+    batch = pack_trees([Tree([0] * prompt, [Branch([0] * n) for n in branches]) for prompt, branches in lengths])
+    plan = plan_attention(batch)
+    assert (plan.prompts is None) == all(prompt == 0 for prompt, _ in lengths)
+    inputs = [
+        torch.randn(1, n, batch.num_tokens, 8, dtype=torch.float64).requires_grad_() for n in (4, kv_heads, kv_heads)
+    ]
+    got, wanted = (one.attend(*inputs, window, 0.0, 0.3) for one in (plan, replace(plan, prompts=None)))
+    torch.testing.assert_close(got, wanted)
+    c = torch.randn_like(got)
+    torch.testing.assert_close(*(torch.autograd.grad((one * c).sum(), inputs) for one in (got, wanted)))
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize(
+    ("way", "backend"), [("selective", "eager"), pytest.param(True, "aot_eager", marks=pytest.mark.slow)]
+)
+def test_compiled_and_recomputed_layers_with_an_adapter_merge_them_too(way: bool | str, backend: str) -> None:
+    """In one graph without a break, whatever the trees."""
+    checkpointing_and_compile.OPTIONS["backend"] = backend
+    options: dict[str, Any] = {"adapter": 0.0, "initializer_range": 0.02}
+    fast, plain = made("qwen3", True, gradient_checkpointing=way, **options), made("qwen3", False, **options)
+    assert relative(loss_gradients(fast, True), loss_gradients(plain, False)) < 1e-6
+    stream = Random(0)
+    for _ in range(4):
+        shapes = [(stream.randint(2, 40), stream.randint(2, 6)) for _ in range(stream.randint(1, 4))]
+        some = [Tree([65] * n, [Branch([66] * (at + 2)) for at in range(count)]) for n, count in shapes]
+        gradients(fast, True, pack_trees([Tree(t.prompt, [ones(b) for b in t.branches]) for t in some]))
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] <= 2
+
+
+def ones(branch: Branch) -> Branch:
+    return Branch(branch.ids, {"weight": [1.0] * len(branch.ids)})
+
+
+def test_peak_memory_grows_by_the_completions_alone() -> None:
+    """Of a step with eight completions of 16 tokens behind 1,024 that they share, over that with one of them."""
+    model = causal("qwen2", max_position_embeddings=2048)
+    every, peaks = [ones(Branch([at] * 16)) for at in range(8)], list[int]()
+    for branches in (every[:1], every):
+        data = pack_trees([Tree(list(range(256)) * 4, branches)])
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            gradients(model, True, data)
+        sizes = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+        peaks.append(max(accumulate(sizes)))
+    assert peaks[0] > 1e6 and peaks[1] / peaks[0] < 1.3
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # chunked head, full logits
