@@ -247,8 +247,8 @@ def with_tokens(batch: Batch, **channels: Tensor) -> Batch:
 def unit_spans(batch: Batch) -> NDArray[np.int64]:
     """First row, row after the last and tokens of each unit, in order, int64 [units, 3]."""
     unit, lengths = (batch.structure.rows[name].cpu().numpy() for name in ("unit", "lengths"))
-    first = np.flatnonzero(np.diff(unit, prepend=unit[0] - 1))
-    return np.stack([first, np.append(first[1:], len(unit)), np.add.reduceat(lengths, first)], 1)
+    edges = np.concatenate(([0], np.flatnonzero(unit[1:] != unit[:-1]) + 1, [len(unit)]))
+    return np.stack([edges[:-1], edges[1:], np.add.reduceat(lengths, edges[:-1])], 1)
 
 
 def prefixes(batch: Batch) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 Scalar = float | int | Tensor
@@ -23,8 +24,9 @@ class Metrics:
 
     def peak(self, name: str, value: Scalar) -> None:
         """Keep the largest value seen under `name`."""
-        if name not in self.maxima or float(value) > float(self.maxima[name]):
-            self.maxima[name] = value
+        old = self.maxima.get(name, value)
+        several = isinstance(old, Tensor) or isinstance(value, Tensor)
+        self.maxima[name] = torch.maximum(*map(torch.as_tensor, (old, value))) if several else max(old, value)
 
     def merge(self, other: Metrics) -> None:
         """Add another record of the same step."""

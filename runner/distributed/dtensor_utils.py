@@ -50,8 +50,10 @@ def full_tensor_of_holders(tensor: Tensor) -> Tensor:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, detached, in the tensor's own memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.to_local()
 
 
 def local_slice(tensor: Tensor) -> tuple[slice, ...]:

@@ -164,7 +164,8 @@ class AllReduceGradients:
 
     def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `GradientReducer`."""
-        sum_gradients(parameters, self.peers)
+        if self.peers.size > 1:
+            sum_gradients(parameters, self.peers)
 
     def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """See `GradientReducer`."""

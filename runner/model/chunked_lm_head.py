@@ -310,7 +310,7 @@ def chunk_spans(count: int, chunk: int) -> Iterator[slice]:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Logits are made twice: forward for the values, backward for the gradient."""
+    """Logits of several chunks are made twice: forward for the values, backward for the gradient."""
 
     @staticmethod
     def forward(
@@ -324,7 +324,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.chunk, ctx.make_operands = chunk, make_operands
+        ctx.chunk, ctx.make_operands, ctx.log_softmax = chunk, make_operands, None
         ctx.set_materialize_grads(False)
         operands = make_operands(hidden, weight, bias)
         logprobs = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
@@ -334,6 +334,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logprobs[span] = operands.ids.gather_targets(log_softmax, targets[span])
             if entropy is not None:
                 entropy[span] = operands.ids.sum_over_ranks(_entropy(log_softmax))
+            ctx.log_softmax = log_softmax if len(targets) <= chunk else None
         return logprobs, entropy
 
     @staticmethod
@@ -348,7 +349,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         operands.allocate_gradients(ctx.needs_input_grad[:3])
         for span in chunk_spans(len(targets), ctx.chunk):
             part = None if grad_entropy is None else grad_entropy[span]
-            operands.accumulate(span, operands.log_softmax(span), targets[span], grad[span], part)
+            made, ctx.log_softmax = ctx.log_softmax, None  # which `accumulate` overwrites
+            made = operands.log_softmax(span) if made is None else made
+            operands.accumulate(span, made, targets[span], grad[span], part)
         return (*operands.results(), None, None, None, None)
 
 

@@ -57,12 +57,17 @@ class CachedForward:
         self._causal = causal
         self._positions = "position_ids" in parameters
         self._media = getattr(causal, "media_inputs", None)
+        config = causal.config.get_text_config()
+        plain = {*(getattr(config, "layer_types", None) or ())} == {"full_attention"} and self._media is None
+        self._takes_full_mask = plain and config._attn_implementation == "sdpa"  # [B, 1, L, W], as its layers want it
         self.experts: Tensor | None = None  # int16 [B, L, M, k], of the tokens of the last call, if they are recorded
         self._more = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in parameters else {})
 
     def __call__(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """ids, positions [B, L], mask [B, W] or None where all columns are real → logits [B, V], cache."""
         more = self._more | ({"position_ids": positions} if self._positions else {})
+        if mask is not None and ids.shape[1] == 1 and self._takes_full_mask:
+            mask = mask.bool()[:, None, None]
         out = self._causal(input_ids=ids, attention_mask=mask, past_key_values=cache, **more)
         self.experts = recorded_experts(self._causal, ids)
         return out.logits[:, -1], out.past_key_values

@@ -46,7 +46,9 @@ class MeshGradientReducer:
 
     def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `GradientReducer`."""
-        found = fill_missing_gradients([p for p in parameters if not is_reduced_in_backward(p)], self.copies)
+        several = self.copies.size > 1 or self.experts.size > 1
+        replicated = [p for p in parameters if several and not is_reduced_in_backward(p)]
+        found = fill_missing_gradients(replicated, self.copies)
         for peers, is_expert in ((self.copies, False), (self.experts, True)):
             own = [p.grad for p in found if is_expert_sharded(p) is is_expert]
             peers.all_reduce_([local_tensor(grad) for grad in own if grad is not None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,10 +235,10 @@ class SaveCheckpoints(BaseCallback):
 
 
 class HangWatch(BaseCallback):
-    """Re-arms a timer at each step; a step above `hang_timeout_s` seconds leaves its stacks in `path`."""
+    """Re-arms a timer at a step; a step above `hang_timeout_s` seconds, or 1 % more, leaves its stacks in `path`."""
 
     def __init__(self, path: Path, hang_timeout_s: float) -> None:
-        self._path, self._stall_s = path, hang_timeout_s
+        self._path, self._stall_s, self._armed_at = path, hang_timeout_s, 0.0
         self._file: TextIO | None = None
 
     def on_start(self, step: int) -> None:
@@ -245,7 +246,8 @@ class HangWatch(BaseCallback):
         self._arm()
 
     def on_step(self, end: StepResult) -> None:
-        self._arm()
+        if time.monotonic() - self._armed_at > self._stall_s * 0.01:  # a timer is a thread, which costs short steps
+            self._arm()
 
     def close(self) -> None:
         """Stop the timer, also where the run failed."""
@@ -260,4 +262,5 @@ class HangWatch(BaseCallback):
 
     def _arm(self) -> None:
         assert self._file is not None  # on_start has opened it
-        faulthandler.dump_traceback_later(self._stall_s, repeat=True, file=self._file)
+        self._armed_at = time.monotonic()
+        faulthandler.dump_traceback_later(self._stall_s * 1.01, repeat=True, file=self._file)

@@ -1,4 +1,7 @@
-"""None of the mathematics reads a value back from the device: it runs on tensors that have none, and keeps float64."""
+"""None of the mathematics reads a value back from the device: it runs on tensors that have none, and keeps float64.
+
+Nor does an update between its micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.algorithm import distillation, kl_divergence
 from runner.algorithm.policy import losses
@@ -25,6 +29,7 @@ from runner.algorithm.policy.advantages import (
     token_level_rewards,
     whiten,
 )
+from runner.algorithm.policy.config import GrpoConfig, PpoConfig
 from runner.algorithm.policy.importance import (
     affected_counts,
     behavior_log_ratio,
@@ -37,6 +42,10 @@ from runner.algorithm.policy.importance import (
     token_ratio,
 )
 from runner.algorithm.preference import losses as preference
+from runner.core.batch import Batch
+from runner.core.metrics import Metrics
+from runner.interfaces import Loss, Outputs
+from tests.algorithm.harness import job_of
 
 x = torch.empty(6, dtype=torch.float64, device="meta")
 ids = torch.empty(6, dtype=torch.int64, device="meta")
@@ -132,3 +141,47 @@ def test_a_read_back_would_be_seen() -> None:
     for read in (lambda: x.sum().item(), lambda: x[mask], lambda: torch.unique(ids)):
         with pytest.raises((RuntimeError, NotImplementedError)):
             read()
+
+
+class FloatReads(TorchDispatchMode):
+    """Counts the numbers with a fraction that Python reads: integers lay out a batch, and are read on the CPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point()
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_an_update(config: GrpoConfig | PpoConfig, role: str, budget: int, worst: bool = False) -> tuple[int, int]:
+    """How often `forward_backward` reads, and in how many micro-batches it runs."""
+    job = job_of(config.model_copy(update={"micro_batch_tokens": budget}))
+    job.publish(0)
+    batch = next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models)))
+    learner, loss = job.learners[role], job.algorithm.losses[role]
+
+    class Worst:
+        """The same loss, which keeps a maximum too, as a plug-in may."""
+
+        needs = loss.needs
+
+        def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
+            found = loss(batch, outputs)
+            metrics = Metrics()
+            metrics.peak("worst", found.total.detach())
+            metrics.merge(found.metrics)
+            return Loss(found.total, metrics)
+
+    with FloatReads() as reads:
+        learner.begin_step(0)
+        learner.forward_backward(batch, Worst() if worst else loss)
+    return reads.count, learner._micro  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("worst", [False, True])
+@pytest.mark.parametrize(("config", "role"), [(GrpoConfig(kl_coef=0.1), "policy"), (PpoConfig(), "critic")])
+def test_an_update_reads_no_more_often_in_several_micro_batches(config: Any, role: str, worst: bool) -> None:
+    config = config.model_copy(update={"batch_size": 4, "group_size": 4} if role == "policy" else {"batch_size": 8})
+    (several, micros), (one, single) = (reads_of_an_update(config, role, budget, worst) for budget in (20, 10**6))
+    assert single == 1 and micros > 2
+    assert several == one > 0
