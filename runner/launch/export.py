@@ -71,7 +71,7 @@ def write_export(
             found = check(staging) if check is not None else None
             base_weights = model.base_fingerprint.get("weights") if is_adapter(staging) else None
             write_card(staging, spec, facts, found, base_weights)
-            _open_to_readers(staging)
+            open_to_readers(staging)
             replace_folder(staging, target)
         finally:
             if staging.exists():
@@ -79,7 +79,7 @@ def write_export(
     return found
 
 
-def _open_to_readers(staging: Path) -> None:
+def open_to_readers(staging: Path) -> None:
     """Give every file the mode of the user's umask: safetensors writes files that only the owner can read."""
     mode = (staging / MODEL_CARD).stat().st_mode
     for path in staging.iterdir():

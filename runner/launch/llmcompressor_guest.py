@@ -28,6 +28,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     head = model.get_output_embeddings()
     sizes = {m.in_features for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head}
+    if not sizes:
+        sys.exit(f"{type(model).__name__} has no linear layers of torch")
     how: dict[str, object] = {"targets": "Linear", "scheme": "W8A8"}
     if scheme == "w4a16":
         group = next((one for one in GROUPS if not any(size % one for size in sizes)), None)
@@ -35,7 +37,7 @@ def main() -> None:
             sys.exit(f"none of {GROUPS} divides the inputs {sorted(sizes)} of all layers; use w8a8")
         weights = QuantizationArgs(num_bits=4, strategy="group", group_size=group)
         how = {"config_groups": {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}}
-    oneshot(model=model, recipe=[QuantizationModifier(**how, ignore=["lm_head"])])
+    oneshot(model=model, recipe=[QuantizationModifier(**how, ignore=[name for name, module in model.named_modules() if module is head])])
     model.save_pretrained(target, save_compressed=True)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
 

@@ -17,6 +17,7 @@ import torch
 from runner.core.errors import EnvironmentProblem
 from runner.core.fsync_io import replace_folder
 from runner.interfaces import GenerativeModel, TrainableModel, as_generative
+from runner.launch.export import open_to_readers
 from runner.launch.export_check import check_quantized
 from runner.model.model_folder import MODEL_CARD
 from runner.run_dir.manifest import PromptStyle
@@ -60,6 +61,7 @@ def write_quantized_export(
         card = (folder / MODEL_CARD).read_text(encoding="utf-8").partition("## Check\n")[0]
         text = f"{card}## Check\n\nQuantized to {scheme} by llmcompressor and compared with the run: {found}.\n"
         (staging / MODEL_CARD).write_text(text, encoding="utf-8")
+        open_to_readers(staging)
         replace_folder(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
