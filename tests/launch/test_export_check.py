@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import ParityError
 from runner.data.config import ChatConfig
 from runner.inference.model_source import load_source, parse_source
-from runner.launch.export_check import check_export, run_prompts
+from runner.launch.export_check import _compare_answers, check_export, run_prompts
 from runner.model import hf
 from runner.model.config import HfConfig
 from runner.model.tiny import byte_tokenizer
@@ -40,8 +40,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def adapted(folders: Path) -> Any:
-    config = HfConfig(path=str(folders / "a"))
+def adapted(folders: Path, scheme: Literal["int8"] | None = None) -> Any:
+    config = HfConfig(path=str(folders / "a"), quantization=scheme)
     decide = Decisions()
     model = hf.build(config, tokenizer=hf.tokenizer(config), device=CPU, seed=0, decide=decide)
     model = lora.attach(LoraConfig(), model, decide=decide)
@@ -88,6 +88,15 @@ def test_a_changed_template_a_coarse_merge_and_a_folder_that_does_not_load_are_f
     (tmp_path / "merged" / "config.json").unlink()
     with pytest.raises(ParityError, match="transformers cannot load it"):
         check_export(model, tmp_path / "merged", PROMPTS, "chat")
+
+
+@pytest.mark.slow
+def test_an_adapter_is_compared_on_the_dequantized_base_that_it_was_trained_on(folders: Path, tmp_path: Path) -> None:
+    model = adapted(folders, "int8")
+    model.save(tmp_path / "adapter")
+    assert check_export(model, tmp_path / "adapter", PROMPTS, "chat").max_logprob_diff < 1e-4
+    with pytest.raises(ParityError, match="log-probabilities of the completion"):
+        _compare_answers(model, tmp_path / "adapter", [(one, None) for one in PROMPTS], "chat", None)  # on its own base
 
 
 def test_the_runs_own_prompts_are_asked(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_sum_says_what_its_parts_gave_and_episodes_have_no_held_out_loss(tmp_p
 @pytest.mark.timeout(1200)
 def test_rewards_rise_over_a_quantized_base_that_a_sampler_shares(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    words = "+recipe=grpo_demo adapter=lora model.quantization=nf4 launch.samplers=1 optimizer.lr=3e-3 steps=25"
+    words = "+recipe=grpo_demo adapter=lora model.quantization=nf4 launch.samplers=1 optimizer.lr=3e-3 steps=40"
     lines = ran([*words.split(), "evaluation.every=0", "checkpoint.every=0", "checkpoint.best=null"], tmp_path)
     rewards = [line["reward/mean"] for line in lines]
     assert sum(rewards[-OVER:]) > sum(rewards[:OVER]) + 0.03 * OVER
