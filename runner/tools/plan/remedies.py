@@ -45,9 +45,7 @@ def fewer_answers(spec: JobSpec) -> Iterator[Change]:
 def sleeping_engines(spec: JobSpec) -> Iterator[Change]:
     """An engine that frees its memory while its rank trains."""
     if spec.sampler.starts_engine and not spec.launch.samplers and not engine_sleep_level(spec):
-        changed = _with_option(spec, "sampler.sleep", 1)
-        if not changed.sampler.problems(changed):
-            yield Change("sampler.sleep=1", changed, "the same completions; the engine wakes up in every step")
+        yield from _setting(spec, "sampler.sleep", 1, "the same completions; the engine wakes up in every step")
 
 
 def engine_memory_share(spec: JobSpec) -> Iterator[Change]:
@@ -107,20 +105,16 @@ def recomputing(spec: JobSpec) -> Iterator[Change]:
     """Fewer activations, which are computed again."""
     key, now = "model.gradient_checkpointing", spec.model.gradient_checkpointing
     if not now:
-        yield Change(
-            f"{key}=selective", _with_option(spec, key, "selective"), "the same update, with a sixth more computation"
-        )
+        yield from _setting(spec, key, "selective", "the same update, with a sixth more computation")
     if now is not True:
-        yield Change(f"{key}=true", _with_option(spec, key, True), "the same update, with a third more computation")
+        yield from _setting(spec, key, True, "the same update, with a third more computation")
 
 
 def offloading(spec: JobSpec) -> Iterator[Change]:
     """What goes into layers on the host."""
-    key = "model.activation_offloading"
     if spec.model.gradient_checkpointing and not spec.model.activation_offloading:
-        changed = _with_option(spec, key, True)
-        if not changed.model.problems(changed):
-            yield Change(f"{key}=true", changed, "the same update; layers' inputs are copied to the host and back")
+        cost = "the same update; layers' inputs are copied to the host and back"
+        yield from _setting(spec, "model.activation_offloading", True, cost)
 
 
 def suggest_low_bit_optimizers(spec: JobSpec) -> Iterator[Change]:
@@ -147,9 +141,9 @@ def adapting(spec: JobSpec) -> Iterator[Change]:
 
 def quantizing(spec: JobSpec) -> Iterator[Change]:
     """A frozen base in 4 bits."""
-    changed = _with_option(spec, "model.quantization", "nf4")
-    if spec.model.quantization is None and not changed.model.problems(changed):
-        yield Change("model.quantization=nf4", changed, "a different base: its linear layers are rounded to 4 bits")
+    if spec.model.quantization is None:
+        cost = "a different base: its linear layers are rounded to 4 bits"
+        yield from _setting(spec, "model.quantization", "nf4", cost)
 
 
 # from cheap to expensive
@@ -173,6 +167,13 @@ STEPS: tuple[Step, ...] = (
 def _with_option(spec: JobSpec, key: str, value: float | bool | str | None) -> JobSpec:
     group, _, name = key.partition(".")
     return spec.model_copy(update={group: getattr(spec, group).model_copy(update={name: value})})
+
+
+def _setting(spec: JobSpec, key: str, value: bool | int | str, cost: str) -> Iterator[Change]:
+    """The job with this option, if that is one that can be."""
+    changed = _with_option(spec, key, value)
+    if not getattr(changed, key.partition(".")[0]).problems(changed):
+        yield Change(f"{key}={str(value).lower()}", changed, cost)
 
 
 def _halving(spec: JobSpec, key: str, least: int, cost: str) -> Iterator[Change]:
