@@ -235,7 +235,7 @@ class SaveCheckpoints(BaseCallback):
 
 
 class HangWatch(BaseCallback):
-    """Re-arms a timer at a step; a step above `hang_timeout_s` seconds, or 1 % more, leaves its stacks in `path`."""
+    """A step above `hang_timeout_s` seconds, or up to 1 % more, leaves its stacks in `path`."""
 
     def __init__(self, path: Path, hang_timeout_s: float) -> None:
         self._path, self._stall_s, self._armed_at = path, hang_timeout_s, 0.0
