@@ -37,7 +37,8 @@ def main() -> None:
             sys.exit(f"none of {GROUPS} divides the inputs {sorted(sizes)} of all layers; use w8a8")
         weights = QuantizationArgs(num_bits=4, strategy="group", group_size=group)
         how = {"config_groups": {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}}
-    oneshot(model=model, recipe=[QuantizationModifier(**how, ignore=[name for name, module in model.named_modules() if module is head])])
+    ignored = [name for name, module in model.named_modules() if module is head]
+    oneshot(model=model, recipe=[QuantizationModifier(**how, ignore=ignored)])
     model.save_pretrained(target, save_compressed=True)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
 
