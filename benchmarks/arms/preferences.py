@@ -47,6 +47,7 @@ class Rollouts:
 GRPO = {
     "equal lengths": Rollouts("model", "prompts.jsonl", prompts=8, group=8, new=64),
     "lengths differ": Rollouts("several-ends", "prompts.jsonl", prompts=8, group=8, new=128),
+    "short answers": Rollouts("several-ends", "prompts.jsonl", prompts=8, group=8, new=16),
     "long prompts": Rollouts("several-ends", "long-prompts.jsonl", prompts=8, group=8, new=128),
 }
 SHOTS = 5  # of a long prompt
