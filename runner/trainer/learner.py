@@ -175,6 +175,7 @@ class LocalLearner:
             self._stage.begin_op(turn)
             self._seed_dropout(turn.micro)
             micro, own = micros[turn.micro]
+            micro = micro.read()
             with self._counting_experts(own):
                 waiting[turn[:2]], value, outputs = self._forward(micro, loss, own)
             if self._stage.is_last:

@@ -90,7 +90,8 @@ def test_paths_are_the_whole_sequences_and_reach_every_token(given_trees: list[T
 @given(trees, st.integers(1, 30))
 def test_micro_batches_hold_whole_trees(given_trees: list[Tree], budget: int) -> None:
     batch = pack_trees(given_trees)
-    assert [ids for piece in micro_batches(batch, budget) for ids in path_ids(piece)] == sequences(given_trees)
+    found = [ids for piece in micro_batches(batch, budget) for ids in path_ids(piece)]
+    assert sorted(found) == sorted(sequences(given_trees))
 
 
 @given(trees, st.randoms(use_true_random=False))

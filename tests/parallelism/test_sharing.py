@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.algorithm.config import SftConfig
 from runner.algorithm.sft import build
-from runner.core.batch import Batch, Footprints, micro_batch_ranges, pack, unit_spans
+from runner.core.batch import Batch, micro_batches, pack, unit_spans
 from runner.core.errors import DataError, RunnerError
 from runner.distributed.dtensor_utils import clip_grads_with_norm_, total_norm
 from runner.distributed.work_partition import (
@@ -136,12 +135,12 @@ def test_what_the_ranks_computed_comes_back_in_the_order_of_the_batch(sizes: lis
     assert torch.equal(found["rows"], batch.rows["lengths"])
 
 
-@given(SIZES, st.integers(1, 60))
-def test_alone_a_batch_is_cut_as_it_lies(sizes: list[int], budget: int) -> None:
-    batch = pack([[1] * size for size in sizes], [[1.0] * size for size in sizes])
-    share = shard_batch(batch, budget, SingleProcess(), padded=False)
-    runs = micro_batch_ranges(Footprints(np.array(sizes), np.zeros(len(sizes), np.int64)), budget)
-    assert [m.num_tokens for m in share.micro_batches] == [sum(sizes[run.start : run.stop]) for run in runs]
+@given(SIZES, st.integers(1, 60), st.booleans())
+def test_a_single_process_has_all_micro_batches(sizes: list[int], budget: int, padded: bool) -> None:
+    batch = pack([[row] * size for row, size in enumerate(sizes)], [[1.0] * size for size in sizes])
+    share = shard_batch(batch, budget, SingleProcess(), padded=padded)
+    wanted = [micro.tokens["ids"].tolist() for micro in micro_batches(batch, budget, padded=padded)]
+    assert [micro.tokens["ids"].tolist() for micro in share.micro_batches] == wanted
     assert not share.num_fillers
 
 
