@@ -85,9 +85,13 @@ class PackedAlgorithm(OfflineAlgorithm):
         media[known["start"] == 0] = torch.from_numpy(rows.media)
         return unread_batch({**known, "trained": torch.from_numpy(rows.trained), "media": media}, read)
 
+    def mini_batches(self, experience: Experience) -> list[Batch]:
+        """Parts of whole units, without what models add to them."""
+        return split_rows(experience, self.config.mini_batches)
+
     def prepare(self, experience: Experience, models: Mapping[Role, Model]) -> Iterator[Batch]:
-        """The batch in `mini_batches` parts of whole units, each knowing its totals."""
-        for part in split_rows(experience, self.config.mini_batches):
+        """The mini-batches, each knowing its totals."""
+        for part in self.mini_batches(experience):
             yield with_totals(part, part.count())
 
 

@@ -75,6 +75,11 @@ class Batch:
         """The same batch with its tokens read, which this one does not keep."""
         return replace(self, tokens=self.tokens.read()) if isinstance(self.tokens, UnreadTokens) else self
 
+    def read_ahead(self) -> None:
+        """Keep what `read` gives, of this batch and of any with the same units of the same step, until it is freed."""
+        if isinstance(self.tokens, UnreadTokens):
+            self.tokens.read_ahead()
+
     def without_tokens(self, name: str) -> Batch:
         """The same batch without a token channel."""
         return replace(self, tokens={k: v for k, v in self.tokens.items() if k != name})
@@ -170,7 +175,7 @@ def unread_batch(rows: Mapping[str, Tensor], read: ReadUnits) -> Batch:
 def split_channels(channels: Mapping[str, Tensor], edges: Sequence[int]) -> list[dict[str, Tensor]]:
     """The channels from each of some places to the next of them."""
     sizes = np.diff(edges).tolist()
-    pieces = [values[edges[0] : edges[-1]].split(sizes) for values in channels.values()]
+    pieces = [torch.split(values[edges[0] : edges[-1]], sizes) for values in channels.values()]
     return [dict(zip(channels, piece, strict=True)) for piece in zip(*pieces, strict=True)]
 
 

@@ -116,6 +116,11 @@ class LocalLearner:
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr * self._factor(step)
 
+    def read_ahead(self, batch: Batch) -> None:
+        """Read this rank's part of a mini-batch, for `forward_backward` of the same; may run in another thread."""
+        for micro in shard_batch(batch, self._budget, self._peers, padded=self.model.is_padded).micro_batches:
+            micro.read_ahead()
+
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
         """Score a batch of any size without gradient and without dropout; [T] outputs on the learner's device.

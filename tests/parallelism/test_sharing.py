@@ -106,7 +106,14 @@ def test_a_rank_reads_its_own_rows_alone_and_gets_what_a_read_batch_has(
         assert len(own.micro_batches) == len(wanted.micro_batches) and not seen
         for one, other in zip(own.micro_batches, wanted.micro_batches, strict=True):
             assert all(torch.equal(one.tokens[name], other.tokens[name]) for name in other.tokens)
-        assert len(seen) == sum(len(unit_spans(micro)) for micro in own.micro_batches)
+        num_own = sum(len(unit_spans(micro)) for micro in own.micro_batches)
+        assert len(seen) == num_own
+        for micro in own.micro_batches:
+            micro.read_ahead()
+        again = shard_batch(batch, budget, Of(rank, ranks), padded=padded)
+        for one, other in zip(again.micro_batches, wanted.micro_batches, strict=True):
+            assert all(torch.equal(one.read().tokens[name], other.tokens[name]) for name in other.tokens)
+        assert len(seen) == 2 * num_own, "what was read ahead is not read again"
 
 
 class Replayed(SingleProcess):

@@ -243,6 +243,9 @@ class Kto(PackedAlgorithm):
             if part.size
         ]
 
+    def mini_batches(self, experience: list[KtoMiniBatch]) -> list[Batch]:
+        return [part.batch for part in experience]
+
     def reference_batches(self, experience: list[KtoMiniBatch]) -> Iterator[Batch]:
         """What of an experience the reference scores: the answers, and the same behind other prompts."""
         for part in experience:
