@@ -22,8 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from runner.core.batch import Batch, footprints, pack_units, ranges, select_units, split_units, unit_spans
+from runner.core.batch import Batch, ranges, select_units, unit_spans
 from runner.core.errors import OutOfMemory, RunnerError
+from runner.core.micro_batches import footprints, pack_units, split_units
 from runner.distributed.dtensor_utils import is_reduced_in_backward, local_tensor, total_norm
 from runner.interfaces import Outputs, PipelineStage, RankCollectives, Request
 from runner.interfaces.learning import PipelineOp

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.core.batch import Batch, footprints
+from runner.core.batch import Batch
 from runner.core.errors import TrainingDiverged
 from runner.core.metrics import Metrics
+from runner.core.micro_batches import footprints
 from runner.core.rng import derive_seed
 from runner.distributed.dtensor_utils import clip_grads_with_norm_, full_tensor
 from runner.distributed.work_partition import (

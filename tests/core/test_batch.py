@@ -10,17 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.core.batch import (
-    PATCHES_PER_PLACE,
-    Batch,
-    Footprints,
-    micro_batches,
-    pack,
-    pack_units,
-    split_rows,
-    unit_spans,
-)
+from runner.core.batch import Batch, pack, split_rows, unit_spans
 from runner.core.media import MEDIA_ID
+from runner.core.micro_batches import PATCHES_PER_PLACE, Footprints, micro_batches, pack_units
 
 rows = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=10)
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.core.batch import micro_batches, pack, row_of_tokens, row_sum, select_units, unit_spans
+from runner.core.batch import pack, row_of_tokens, row_sum, select_units, unit_spans
+from runner.core.micro_batches import micro_batches
 from runner.core.prefix_tree import Branch, Tree, pack_trees, paths
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=6)

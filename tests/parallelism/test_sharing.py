@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from runner.algorithm.config import SftConfig
 from runner.algorithm.sft import build
-from runner.core.batch import Batch, micro_batches, pack, unit_spans
+from runner.core.batch import Batch, pack, unit_spans
 from runner.core.errors import DataError, RunnerError
+from runner.core.micro_batches import micro_batches
 from runner.distributed.dtensor_utils import clip_grads_with_norm_, total_norm
 from runner.distributed.work_partition import (
     BatchShard,
