@@ -246,7 +246,8 @@ def shard_batch(batch: Batch, budget: int, peers: RankCollectives, *, padded: bo
     spans, taken = unit_spans(batch), footprints(batch, padded)
     owners = np.array(balance_by_cost((taken.tokens + taken.patches).tolist(), peers.size))
     by_rank = np.split(np.argsort(owners, kind="stable"), np.cumsum(np.bincount(owners, minlength=peers.size))[:-1])
-    cut = [[hand[units].tolist() for units in pack_units(taken[hand], budget)] for hand in by_rank]
+    hands = [(taken[hand], hand.tolist()) for hand in by_rank]
+    cut = [[[hand[unit] for unit in units] for units in pack_units(one, budget)] for one, hand in hands]
     micros = split_units(batch, cut[peers.rank], spans)
     smallest = select_units(batch, [int(taken.tokens.argmin())], spans)
     order = np.array([unit for rank in cut for units in rank for unit in units])
