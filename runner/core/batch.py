@@ -72,7 +72,7 @@ class Batch:
         return replace(self, tokens=self.tokens.read()) if isinstance(self.tokens, UnreadTokens) else self
 
     def read_ahead(self) -> None:
-        """Keep what `read` gives, of this batch and of any with the same units of the same step, until it is freed."""
+        """Keep what `read` gives, for any batch of the same step with the same units."""
         if isinstance(self.tokens, UnreadTokens):
             self.tokens.read_ahead()
 
@@ -176,7 +176,7 @@ def split_channels(channels: Mapping[str, Tensor], edges: Sequence[int]) -> list
 
 
 def move(channels: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The channels on a device; to one that is not the CPU by a single copy, which the CPU does not wait for."""
+    """The channels on a device; a single copy, not waited for, if that is not the CPU."""
     if device.type == "cpu" or not all(values.is_cpu for values in channels.values()):
         return {name: values.to(device) for name, values in channels.items()}
     places = np.cumsum([0, *(-(-values.nbytes // ALIGNMENT) * ALIGNMENT for values in channels.values())]).tolist()

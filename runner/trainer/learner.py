@@ -118,7 +118,7 @@ class LocalLearner:
             group["lr"] = self._lr * self._factor(step)
 
     def read_ahead(self, batch: Batch) -> None:
-        """Read this rank's part of a mini-batch, for `forward_backward` of the same; may run in another thread."""
+        """Read this rank's part of a mini-batch before `forward_backward`, in any thread."""
         for micro in shard_batch(batch, self._budget, self._peers, padded=self.model.is_padded).micro_batches:
             micro.read_ahead()
 
