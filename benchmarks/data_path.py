@@ -86,7 +86,7 @@ def run_step(algorithm: Any, step: int, peers: SingleProcess) -> int:
         tokens += batch.num_tokens
         FLOPS.batch_flops(batch)
         for micro, _ in shard_batch(batch, BUDGET, peers, padded=False):
-            sum(int(channel[-1]) for channel in micro.tokens.values())
+            sum(int(channel[-1]) for channel in micro.read().tokens.values())
     return tokens
 
 

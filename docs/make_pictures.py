@@ -283,7 +283,8 @@ def image_ids() -> str:
 
 def packing() -> str:
     """Conversations of several lengths in micro-batches: packed, and padded."""
-    from runner.core.batch import micro_batches, pack
+    from runner.core.batch import pack
+    from runner.core.micro_batches import micro_batches
     from runner.data.chat import Renderer
 
     renderer, lengths = Renderer(_tokenizer("+recipe=sft_demo")), []

@@ -21,18 +21,17 @@ from torch import Tensor
 from runner.algorithm.config import AlgorithmConfig, CptConfig, SftConfig
 from runner.core.batch import (
     Batch,
-    flatten_weighted,
     row_layout,
     row_of_tokens,
     row_sum,
     split_rows,
     unread_batch,
     with_totals,
+    zero_first,
 )
 from runner.core.media import MEDIA_ID
 from runner.core.metrics import Metrics
 from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample, TokenizedExamples
-from runner.interfaces.examples import Numbers
 from runner.interfaces.learning import AlgorithmInputs, Experience, OfflineAlgorithm
 
 
@@ -78,16 +77,21 @@ class PackedAlgorithm(OfflineAlgorithm):
         rows = items if isinstance(items, TokenizedExamples) else TokenizedExamples.of(items)
 
         def read(units: NDArray[np.int64]) -> Mapping[str, Tensor]:
-            return flatten_weighted(*rows.read(units))
+            ids, weights = rows.read(units)
+            return {"ids": torch.from_numpy(ids), "weight": zero_first(weights, rows.sizes[units])}
 
         known = row_layout(rows.sizes, rows.branches)
         media = torch.zeros_like(known["lengths"])
         media[known["start"] == 0] = torch.from_numpy(rows.media)
         return unread_batch({**known, "trained": torch.from_numpy(rows.trained), "media": media}, read)
 
+    def mini_batches(self, experience: Experience) -> list[Batch]:
+        """Parts of whole units, without what models add to them."""
+        return split_rows(experience, self.config.mini_batches)
+
     def prepare(self, experience: Experience, models: Mapping[Role, Model]) -> Iterator[Batch]:
-        """The batch in `mini_batches` parts of whole units, each knowing its totals."""
-        for part in split_rows(experience, self.config.mini_batches):
+        """The mini-batches, each knowing its totals."""
+        for part in self.mini_batches(experience):
             yield with_totals(part, part.count())
 
 
@@ -97,9 +101,9 @@ class ContinuedPretraining(PackedAlgorithm):
     def experience(self, items: Sequence[TokenizedExample]) -> Batch:
         rows = items if isinstance(items, TokenizedExamples) else TokenizedExamples.of(items)
 
-        def read(units: NDArray[np.int64]) -> tuple[list[Numbers], list[Numbers]]:
-            ids = [np.asarray(one) for one in rows.read(units)[0]]
-            return [*ids], [(one < MEDIA_ID).astype(np.int8) for one in ids]
+        def read(units: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+            ids, _ = rows.read(units)
+            return ids, (ids < MEDIA_ID).astype(np.float32)
 
         return super().experience(replace(rows, trained=rows.sizes - 1 - rows.media, branches=None, read=read))
 

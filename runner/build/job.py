@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
+from runner.algorithm.sft import PackedAlgorithm
 from runner.build.components import (
     Models,
     build_device,
@@ -64,7 +65,7 @@ from runner.trainer.callbacks import (
     SaveCheckpoints,
     ZeroVarianceWarning,
 )
-from runner.trainer.loop import ExperienceQueue, TrainingJob
+from runner.trainer.loop import ExperienceQueue, ReadAheadQueue, TrainingJob
 
 if TYPE_CHECKING:
     from runner.trainer.evaluator import Report
@@ -216,7 +217,7 @@ def build(
         device=device,
         peers=world.world_peers,
         algorithm=algorithm,
-        feed=_experience_queue(spec, algorithm, publisher, device.torch_device),
+        feed=_experience_queue(spec, algorithm, publisher, device.torch_device, models),
         publish=_discard if publisher is None else publisher.publish,
         learners=models.learners,
         models=models.by_role,
@@ -320,9 +321,11 @@ def _checkpoint_callback(spec: JobSpec, built: BuiltJob) -> SaveCheckpoints:
 
 
 def _experience_queue(
-    spec: JobSpec, algorithm: Algorithm, publisher: Publisher | None, device: torch.device
+    spec: JobSpec, algorithm: Algorithm, publisher: Publisher | None, device: torch.device, models: Models
 ) -> ExperienceQueue[Any]:
     """The queue of the algorithm's experiences, each sampled with the right version of the weights."""
+    if isinstance(algorithm, PackedAlgorithm) and device.type != "cpu":  # where a thread costs more than it saves
+        return ReadAheadQueue(algorithm, models.learners, spec.steps)
     due = algorithm.collect if publisher is None else publisher.before(algorithm.collect)
 
     def collect(step: int) -> Any:

@@ -18,17 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import accumulate, pairwise
+from functools import cached_property, partial
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runner.core.media import MEDIA_ID
-
-PATCHES_PER_PLACE = 4  # the vision parts of most families merge 2 x 2 patches of an image into one of its places
+ALIGNMENT = 64  # bytes, of each channel in the buffer that is copied to a device
 Row = Sequence[float] | NDArray[np.generic]  # a number for each of its tokens
 ReadUnits = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]  # units → their token channels, but for the layout
 
@@ -66,12 +64,17 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with every channel on `device`."""
-        return replace(
-            self,
-            tokens={k: v.to(device, non_blocking=True) for k, v in self.tokens.items()},
-            rows={k: v.to(device, non_blocking=True) for k, v in self.rows.items()},
-            host=None if device.type == "cpu" else self.structure,
-        )
+        host = None if device.type == "cpu" else self.structure
+        return replace(self, tokens=move(self.tokens, device), rows=move(self.rows, device), host=host)
+
+    def read(self) -> Batch:
+        """The same batch with its tokens read, which this one does not keep."""
+        return replace(self, tokens=self.tokens.read()) if isinstance(self.tokens, UnreadTokens) else self
+
+    def read_ahead(self) -> None:
+        """Keep what `read` gives, for any batch of the same step with the same units."""
+        if isinstance(self.tokens, UnreadTokens):
+            self.tokens.read_ahead()
 
     def without_tokens(self, name: str) -> Batch:
         """The same batch without a token channel."""
@@ -79,17 +82,24 @@ class Batch:
 
     def slice_rows(self, start: int, stop: int) -> Batch:
         """Rows start..stop with all their tokens; `parent` is re-based, `totals` are kept."""
-        rows = {k: v[start:stop] for k, v in self.rows.items()}
-        lengths = self.structure.rows["lengths"].numpy()
-        first = int(lengths[:start].sum())
-        last = first + int(lengths[start:stop].sum())
+        return self.split([start, stop])[0]
+
+    def split(self, edges: Sequence[int]) -> list[Batch]:
+        """The same as `slice_rows` from each of some rows to the next of them."""
+        lengths, unit = (self.structure.rows[name].numpy() for name in ("lengths", "unit"))
+        ends = np.append(0, np.cumsum(lengths))[edges].tolist()
+        rows = split_channels(self.rows, edges)
         if isinstance(self.tokens, UnreadTokens):
-            before = int(self.rows["unit"][0])
-            units = slice(int(rows["unit"][0]) - before, int(rows["unit"][-1]) - before + 1)
-            return Batch(self.tokens.select(units, rows, slice(first, last)), rows, self.totals)
-        tokens = {k: v[first:last] for k, v in self.tokens.items()}
-        tokens["parent"] = torch.where(tokens["parent"] < 0, -1, tokens["parent"] - first)
-        return Batch(tokens, rows, self.totals, self.host and self.host.slice_rows(start, stop))
+            at = unit - unit[0]
+            units = [slice(at[a], at[b - 1] + 1) for a, b in pairwise(edges)]
+            spans = [partial(slice, *span) for span in pairwise(ends)]
+            tokens = [self.tokens.select(*one) for one in zip(units, rows, spans, strict=True)]
+            return [Batch(*one, self.totals) for one in zip(tokens, rows, strict=True)]
+        parts = split_channels(self.tokens, ends)
+        for part, first in zip(parts, ends, strict=False):
+            part["parent"] = torch.where(part["parent"] < 0, -1, part["parent"] - first)
+        hosts = self.host.split(edges) if self.host else [None] * len(rows)
+        return [Batch(part, row, self.totals, host) for part, row, host in zip(parts, rows, hosts, strict=True)]
 
     def count(self) -> dict[str, int]:
         """This batch's own contribution to `totals`."""
@@ -104,17 +114,34 @@ class Batch:
 
 
 class UnreadTokens(Mapping[str, Tensor]):
-    """The token channels of some units, all read when one of them is needed."""
+    """The token channels of some units, all read when one of them is needed.
+
+    Those that were selected from the same batch share what was read ahead.
+    """
 
     def __init__(
-        self, units: NDArray[np.int64], rows: Mapping[str, Tensor], read: ReadUnits, known: Mapping[str, Tensor]
+        self,
+        units: NDArray[np.int64],
+        rows: Mapping[str, Tensor],
+        read: ReadUnits,
+        known: Mapping[str, Tensor],
+        ahead: dict[bytes, dict[str, Tensor]],
     ) -> None:
         """rows: the row channels of these units; known: channels beside those that `read` gives, [T, ...]."""
-        self._units, self._rows, self._read, self._known = units, rows, read, known
+        self._units, self._rows, self._read, self._known, self._ahead = units, rows, read, known, ahead
 
     @cached_property
     def _channels(self) -> Mapping[str, Tensor]:
-        return {**self._read(self._units), **token_layout(self._rows), **self._known}
+        return self.read()
+
+    def read(self) -> dict[str, Tensor]:
+        """All channels."""
+        found = self._ahead.get(self._units.tobytes())
+        return {**(found or {**self._read(self._units), **token_layout(self._rows)}), **self._known}
+
+    def read_ahead(self) -> None:
+        """Read what `read` will give."""
+        self._ahead[self._units.tobytes()] = {**self._read(self._units), **token_layout(self._rows)}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._known[name] if name in self._known else self._channels[name]
@@ -126,19 +153,44 @@ class UnreadTokens(Mapping[str, Tensor]):
         return len(self._channels)
 
     def select(
-        self, places: slice | NDArray[np.int64], rows: Mapping[str, Tensor], tokens: slice | Tensor
+        self, places: slice | NDArray[np.int64], rows: Mapping[str, Tensor], tokens: Callable[[], slice | Tensor]
     ) -> UnreadTokens:
         """The channels of the units at some places, with their row channels and the places of their tokens."""
-        known = {name: values[tokens] for name, values in self._known.items()}
-        return UnreadTokens(self._units[places], rows, self._read, known)
+        known = {name: values[tokens()] for name, values in self._known.items()}
+        return UnreadTokens(self._units[places], rows, self._read, known, self._ahead)
 
     def __or__(self, channels: Mapping[str, Tensor]) -> UnreadTokens:
-        return UnreadTokens(self._units, self._rows, self._read, {**self._known, **channels})
+        return UnreadTokens(self._units, self._rows, self._read, {**self._known, **channels}, self._ahead)
 
 
 def unread_batch(rows: Mapping[str, Tensor], read: ReadUnits) -> Batch:
     """A batch whose units are read when they are needed. rows: row channels, units numbered from 0."""
-    return Batch(UnreadTokens(np.arange(int(rows["unit"][-1]) + 1), rows, read, {}), rows)
+    return Batch(UnreadTokens(np.arange(int(rows["unit"][-1]) + 1), rows, read, {}, {}), rows)
+
+
+def split_channels(channels: Mapping[str, Tensor], edges: Sequence[int]) -> list[dict[str, Tensor]]:
+    """The channels from each of some places to the next of them."""
+    sizes = np.diff(edges).tolist()
+    pieces = [torch.split(values[edges[0] : edges[-1]], sizes) for values in channels.values()]
+    return [dict(zip(channels, piece, strict=True)) for piece in zip(*pieces, strict=True)]
+
+
+def move(channels: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The channels on a device; a single copy, not waited for, if that is not the CPU."""
+    if device.type == "cpu" or not all(values.is_cpu for values in channels.values()):
+        return {name: values.to(device) for name, values in channels.items()}
+    places = np.cumsum([0, *(-(-values.nbytes // ALIGNMENT) * ALIGNMENT for values in channels.values())]).tolist()
+    buffer = torch.empty(places[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+    def views(whole: Tensor) -> dict[str, Tensor]:
+        return {
+            name: whole[place : place + values.nbytes].view(values.dtype).view(values.shape)
+            for place, (name, values) in zip(places, channels.items(), strict=False)
+        }
+
+    for name, view in views(buffer).items():
+        view.copy_(channels[name])
+    return views(buffer.to(device, non_blocking=True))
 
 
 def pack(ids: Sequence[Row], weights: Sequence[Row], branches: Sequence[Sequence[int]] | None = None) -> Batch:
@@ -151,14 +203,14 @@ def pack(ids: Sequence[Row], weights: Sequence[Row], branches: Sequence[Sequence
     if sizes != list(map(len, weights)):
         raise ValueError("every token needs a weight, and every weight a token")
     rows = row_layout(np.array(sizes), branches)
-    return Batch({**flatten_weighted(ids, weights), **token_layout(rows)}, rows)
+    weight = np.concatenate(weights, dtype=np.float32)
+    return Batch({"ids": flatten_rows(ids), "weight": zero_first(weight, np.array(sizes)), **token_layout(rows)}, rows)
 
 
-def flatten_weighted(ids: Sequence[Row], weights: Sequence[Row]) -> dict[str, Tensor]:
-    """The channels `ids` and `weight` of units end to end; the weight of a unit's first token is 0."""
-    weight = flatten_rows(weights, np.float32)
-    weight[[0, *accumulate(map(len, ids[:-1]))]] = 0.0
-    return {"ids": flatten_rows(ids), "weight": weight}
+def zero_first(weight: NDArray[np.float32], sizes: NDArray[np.int64]) -> Tensor:
+    """The weights of units of these sizes end to end, changed in place: that of a unit's first token is 0."""
+    weight[np.cumsum(sizes) - sizes] = 0.0
+    return torch.from_numpy(weight)
 
 
 def token_layout(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -223,11 +275,12 @@ def select_units(
     if (np.diff(places) == 1).all():
         return batch.slice_rows(int(first[0]), int(last[-1]))
     before = (np.cumsum(spans[:, 2]) - spans[:, 2])[places]
-    index, row_index = ranges(before, sizes), ranges(first, last - first)
+    row_index = ranges(first, last - first)
     rows = {name: values[row_index] for name, values in batch.rows.items()}
     rows["unit"] = torch.from_numpy(np.repeat(np.arange(len(places)), last - first))
     if isinstance(batch.tokens, UnreadTokens):
-        return Batch(batch.tokens.select(places, rows, index), rows, batch.totals)
+        return Batch(batch.tokens.select(places, rows, lambda: ranges(before, sizes)), rows, batch.totals)
+    index = ranges(before, sizes)
     tokens = {name: values[index] for name, values in batch.tokens.items()}
     moved = torch.from_numpy(np.repeat(np.cumsum(sizes) - sizes - before, sizes))
     tokens["parent"] = torch.where(tokens["parent"] < 0, -1, tokens["parent"] + moved)
@@ -258,81 +311,8 @@ def prefixes(batch: Batch) -> Tensor:
     return torch.where(rows["start"].cpu() > 0, torch.from_numpy(np.repeat(first, last - first)), -1)
 
 
-@dataclass(frozen=True, slots=True)
-class Footprints:
-    """What units take up on a device, int64 [units].
-
-    tokens: without padding; paths, longest: with it every path is a row as long as the longest; else None
-    patches: of their images, which the vision part computes beside the tokens
-    """
-
-    tokens: NDArray[np.int64]
-    patches: NDArray[np.int64]
-    paths: NDArray[np.int64] | None = None
-    longest: NDArray[np.int64] | None = None
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, units: slice | NDArray[np.int64]) -> Footprints:
-        if self.paths is None or self.longest is None:
-            return Footprints(self.tokens[units], self.patches[units])
-        return Footprints(self.tokens[units], self.patches[units], self.paths[units], self.longest[units])
-
-    def slots(self) -> NDArray[np.int64]:
-        """Slots (tokens, padding, patches) of the first unit, of the first two together, … of all, [units]."""
-        if self.paths is None or self.longest is None:
-            return np.cumsum(self.tokens + self.patches)
-        padded = np.cumsum(self.paths) * np.maximum.accumulate(self.longest)
-        return padded + np.cumsum(self.patches)
-
-
-def footprints(batch: Batch, padded: bool) -> Footprints:
-    """What each unit takes up."""
-    spans, patches, rows = unit_spans(batch), _num_patches(batch), batch.structure.rows
-    if not padded:
-        return Footprints(spans[:, 2], patches)
-    before, is_leaf = prefixes(batch).numpy(), np.ones(len(rows["lengths"]), np.int64)
-    is_leaf[before[before >= 0]] = 0
-    whole = (rows["start"] + rows["lengths"]).cpu().numpy()  # of each row with what it continues
-    paths, longest = np.add.reduceat(is_leaf, spans[:, 0]), np.maximum.reduceat(whole, spans[:, 0])
-    return Footprints(spans[:, 2], patches, paths, longest)
-
-
-def _num_patches(batch: Batch) -> NDArray[np.int64]:
-    """Patches of the images of each unit, by their places, int64 [units]."""
-    structure, spans = batch.structure, unit_spans(batch)
-    if "media" in structure.rows:
-        places = structure.rows["media"]
-    elif bool((is_image := structure.tokens["ids"] >= MEDIA_ID).any()):
-        places = row_sum(structure, is_image.long())
-    else:
-        return np.zeros(len(spans), np.int64)
-    return PATCHES_PER_PLACE * np.add.reduceat(places.cpu().numpy(), spans[:, 0])
-
-
-def micro_batch_ranges(taken: Footprints, budget: int) -> list[range]:
-    """Ranges of units that take at most `budget` slots each; a larger unit is alone in its range."""
-    runs, start = list[range](), 0
-    while start < len(taken):
-        fit = int(np.searchsorted(taken[start : start + budget].slots(), budget, side="right"))
-        runs.append(range(start, start + max(fit, 1)))
-        start = runs[-1].stop
-    return runs
-
-
-def micro_batches(batch: Batch, max_tokens: int, *, padded: bool = False) -> Iterator[Batch]:
-    """Cut between units so that each piece takes at most `max_tokens` token slots; a larger unit is alone.
-
-    A slot is a token, a patch of an image or, for a model that runs padded, padding up to the longest row.
-    """
-    spans = unit_spans(batch)
-    for run in micro_batch_ranges(footprints(batch, padded), max_tokens):
-        yield batch.slice_rows(spans[run[0], 0], spans[run[-1], 1])
-
-
 def split_rows(batch: Batch, parts: int) -> list[Batch]:
     """Cut a batch of units into `parts` runs of consecutive units whose counts differ by at most one."""
-    spans = unit_spans(batch)
-    edges = [len(spans) * i // parts for i in range(parts + 1)]
-    return [batch.slice_rows(spans[a, 0], spans[b - 1, 1]) for a, b in pairwise(edges) if a < b]
+    first = unit_spans(batch)[:, 0]
+    edges = sorted({len(first) * i // parts for i in range(parts)})
+    return batch.split([*first[edges].tolist(), batch.num_rows])

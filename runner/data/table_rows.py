@@ -41,14 +41,26 @@ def _examples(tables: Sequence[TokenizedTable], spots: Spots) -> TokenizedExampl
         offsets, values = table.values("trained")
         return values[offsets[rows]]
 
+    def begins(name: str) -> NDArray[np.int64]:
+        return _column(tables, spots, lambda table, rows: table.values(name)[0][rows])
+
+    def read(units: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        found = places[units].tolist()
+        cells = [ids[source][first : first + size] for source, first, _, size in found]
+        masks = [loss_masks[source][first : first + size] for source, _, first, size in found]
+        return np.concatenate(cells, dtype=np.int64), np.concatenate(masks, dtype=np.float32)
+
     is_branched = any(table.lengths("branches", spots[spots[:, 0] == at, 1]).any() for at, table in enumerate(tables))
     trained = np.concatenate(_cells(tables, "trained", spots)) if is_branched else _column(tables, spots, first_trained)
+    sizes = _column(tables, spots, lambda table, rows: table.lengths("ids", rows))
+    places = np.stack([spots[:, 0], begins("ids"), begins("loss_mask"), sizes], 1)
+    ids, loss_masks = ([table.values(name)[1] for table in tables] for name in ("ids", "loss_mask"))
     return TokenizedExamples(
-        sizes=_column(tables, spots, lambda table, rows: table.lengths("ids", rows)),
+        sizes=sizes,
         media=_media(tables, spots),
         trained=trained.astype(np.int64),
         branches=[cell.tolist() for cell in _cells(tables, "branches", spots)] if is_branched else None,
-        read=lambda units: (_cells(tables, "ids", spots[units]), _cells(tables, "loss_mask", spots[units])),
+        read=read,
     )
 
 
@@ -57,19 +69,27 @@ def _answers(
 ) -> TokenizedAnswers:
     """label: of the facts of each row; answers: their number behind each prompt."""
 
-    def sizes(table: TokenizedTable, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        first, ends = table.values("answers")[0][rows], table.values("answers.item")[0]
-        lengths = [ends[first + at + 1] - ends[first + at] for at in range(answers)]
-        return np.stack([table.lengths("prompt", rows), *lengths], 1)
+    def edges(side: int) -> NDArray[np.int64]:
+        def of_table(table: TokenizedTable, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+            lists = table.values("answers")[0][rows, None] + np.arange(answers) + side
+            return np.concatenate(
+                [table.values("prompt")[0][rows + side, None], table.values("answers.item")[0][lists]], 1
+            )
 
-    def read(at: int) -> list[NDArray[np.integer]]:
-        source, row = spots[at].tolist()
-        table = tables[source]
-        first, (ends, ids) = table.values("answers")[0][row], table.values("answers.item")
-        return [table.cell("prompt", row), *(ids[ends[i] : ends[i + 1]] for i in range(first, first + answers))]
+        return _column(tables, spots, of_table, answers + 1)
+
+    begins = edges(0)
+    sizes = edges(1) - begins
+    values = [table.values(name)[1] for table in tables for name in ("prompt", "answers.item")]
+
+    def read(places: NDArray[np.int64]) -> list[NDArray[np.integer]]:
+        at, part = places.T
+        first = begins[at, part]
+        found = np.stack([2 * spots[at, 0] + (part > 0), first, first + sizes[at, part]], 1)
+        return [values[source][first:last] for source, first, last in found.tolist()]
 
     return TokenizedAnswers(
-        sizes=_column(tables, spots, sizes, answers + 1),
+        sizes=sizes,
         media=_media(tables, spots),
         label=lambda at: _facts(tables, spots[at : at + 1])[0][label],
         read=read,

@@ -22,8 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from runner.core.batch import Batch, footprints, micro_batch_ranges, ranges, select_units, unit_spans
+from runner.core.batch import Batch, ranges, select_units, unit_spans
 from runner.core.errors import OutOfMemory, RunnerError
+from runner.core.micro_batches import footprints, pack_units, split_units
 from runner.distributed.dtensor_utils import is_reduced_in_backward, local_tensor, total_norm
 from runner.interfaces import Outputs, PipelineStage, RankCollectives, Request
 from runner.interfaces.learning import PipelineOp
@@ -211,7 +212,7 @@ class BatchShard:
     """One rank's part of a batch.
 
     micro_batches: of its own units; num_fillers: number of further passes of other ranks; filler: the smallest unit
-    spans: the batch's `unit_spans`; order: the units of each rank, rank after rank
+    spans: the batch's `unit_spans`; order: the units of each rank's micro-batches, rank after rank
     """
 
     micro_batches: Sequence[Batch]
@@ -244,12 +245,13 @@ def shard_batch(batch: Batch, budget: int, peers: RankCollectives, *, padded: bo
     """This rank's part of a batch, in micro-batches of at most `budget` tokens (see `micro_batches`)."""
     spans, taken = unit_spans(batch), footprints(batch, padded)
     owners = np.array(balance_by_cost((taken.tokens + taken.patches).tolist(), peers.size))
-    hands = [np.flatnonzero(owners == rank).astype(np.int64) for rank in range(peers.size)]
-    cut = [micro_batch_ranges(taken[hand], budget) for hand in hands]
-    mine = hands[peers.rank]
-    micros = [select_units(batch, mine[run.start : run.stop], spans) for run in cut[peers.rank]]
+    by_rank = np.split(np.argsort(owners, kind="stable"), np.cumsum(np.bincount(owners, minlength=peers.size))[:-1])
+    hands = [(taken[hand], hand.tolist()) for hand in by_rank]
+    cut = [[[hand[unit] for unit in units] for units in pack_units(one, budget)] for one, hand in hands]
+    micros = split_units(batch, cut[peers.rank], spans)
     smallest = select_units(batch, [int(taken.tokens.argmin())], spans)
-    return BatchShard(micros, max(map(len, cut)) - len(micros), smallest, spans, np.concatenate(hands))
+    order = np.array([unit for rank in cut for units in rank for unit in units])
+    return BatchShard(micros, max(map(len, cut)) - len(micros), smallest, spans, order)
 
 
 def map_sharded(
@@ -270,7 +272,7 @@ def map_sharded(
     for turn in stage.forward_schedule(len(micros)):
         stage.begin_op(turn)
         micro, own = micros[turn.micro]
-        found[turn.micro] = drop_filler_outputs(run(micro), own)  # the last run of layers has the last word
+        found[turn.micro] = drop_filler_outputs(run(micro.read()), own)  # the last run of layers has the last word
     return share.gather_outputs(peers, concat_outputs([found[at] for at in range(len(micros))]))
 
 

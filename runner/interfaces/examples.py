@@ -47,14 +47,15 @@ class TokenizedExamples(UnreadRows[TokenizedExample]):
 
     sizes: tokens of each, int64 [U]; media: how many of these are places of images, int64 [U]
     trained: tokens with a weight but the first, of each row or, where it has branches, of its beginning and of each of
-    them, int64 [N]; branches: see `TokenizedExample`, None if no row has any; read: rows → ids and weights of each
+    them, int64 [N]; branches: see `TokenizedExample`, None if no row has any
+    read: rows → ids and weights of all their tokens end to end, in arrays of their own
     """
 
     sizes: NDArray[np.int64]
     media: NDArray[np.int64]
     trained: NDArray[np.int64]
     branches: Sequence[Sequence[int]] | None
-    read: Callable[[NDArray[np.int64]], tuple[Sequence[Numbers], Sequence[Numbers]]]
+    read: Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.float32]]]
 
     @classmethod
     def of(cls, items: Sequence[TokenizedExample]) -> TokenizedExamples:
@@ -69,13 +70,16 @@ class TokenizedExamples(UnreadRows[TokenizedExample]):
             media=np.array([sum(one >= MEDIA_ID for one in item.ids) for item in items]),
             trained=np.array(trained),
             branches=[item.branches for item in items],
-            read=lambda units: ([items[at].ids for at in units], [items[at].weights for at in units]),
+            read=lambda units: (
+                np.concatenate([items[at].ids for at in units], dtype=np.int64),
+                np.concatenate([items[at].weights for at in units], dtype=np.float32),
+            ),
         )
 
     def row(self, at: int) -> TokenizedExample:
-        [ids], [weights] = self.read(np.array([at]))
+        ids, weights = self.read(np.array([at]))
         branches = tuple(self.branches[at]) if self.branches else ()
-        return TokenizedExample(tuple(map(int, ids)), tuple(map(float, weights)), branches)
+        return TokenizedExample(tuple(ids.tolist()), tuple(weights.tolist()), branches)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,14 +87,15 @@ class TokenizedAnswers(UnreadRows[Any]):
     """Prompts with answers, preference pairs or labeled completions, that are read when they are needed.
 
     sizes: tokens of the prompt and of each answer, int64 [U, 1 + answers]; media: as in `TokenizedExamples`
-    label: the margin of a pair, whether a completion is good; read: a row → the ids of its prompt and of each answer
+    label: the margin of a pair, whether a completion is good
+    read: (row, part of it) of each, int64 [n, 2] → the ids of each; part 0 is the prompt
     make: the item of these and the label
     """
 
     sizes: NDArray[np.int64]
     media: NDArray[np.int64]
     label: Callable[[int], float | None]
-    read: Callable[[int], Sequence[Numbers]]
+    read: Callable[[NDArray[np.int64]], Sequence[Numbers]]
     make: Callable[..., PreferencePair | LabeledCompletion]
 
     @classmethod
@@ -105,9 +110,10 @@ class TokenizedAnswers(UnreadRows[Any]):
             sizes=np.array([list(map(len, one)) for one in parts]),
             media=np.array([sum(one >= MEDIA_ID for ids in row for one in ids) for row in parts]),
             label=labels.__getitem__,
-            read=parts.__getitem__,
+            read=lambda places: [parts[row][part] for row, part in places.tolist()],
             make=type(items[0]),
         )
 
     def row(self, at: int) -> PreferencePair | LabeledCompletion:
-        return self.make(*(tuple(map(int, ids)) for ids in self.read(at)), self.label(at))
+        places = np.array([(at, part) for part in range(self.sizes.shape[1])])
+        return self.make(*(tuple(map(int, ids)) for ids in self.read(places)), self.label(at))

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from runner.core.batch import Batch, footprints
+from runner.core.batch import Batch
+from runner.core.micro_batches import footprints
 from runner.model.model_parts import part_finder
 
 # how the kinds of layers begin that no pair of tokens meets in

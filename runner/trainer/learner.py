@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.core.batch import Batch, footprints
+from runner.core.batch import Batch
 from runner.core.errors import TrainingDiverged
 from runner.core.metrics import Metrics
+from runner.core.micro_batches import footprints
 from runner.core.rng import derive_seed
 from runner.distributed.dtensor_utils import clip_grads_with_norm_, full_tensor
 from runner.distributed.work_partition import (
@@ -116,6 +117,11 @@ class LocalLearner:
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr * self._factor(step)
 
+    def read_ahead(self, batch: Batch) -> None:
+        """Read this rank's part of a mini-batch before `forward_backward`, in any thread."""
+        for micro in shard_batch(batch, self._budget, self._peers, padded=self.model.is_padded).micro_batches:
+            micro.read_ahead()
+
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
         """Score a batch of any size without gradient and without dropout; [T] outputs on the learner's device.
@@ -175,6 +181,7 @@ class LocalLearner:
             self._stage.begin_op(turn)
             self._seed_dropout(turn.micro)
             micro, own = micros[turn.micro]
+            micro = micro.read()
             with self._counting_experts(own):
                 waiting[turn[:2]], value, outputs = self._forward(micro, loss, own)
             if self._stage.is_last:

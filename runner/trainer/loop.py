@@ -6,8 +6,8 @@
     step s is collected with exactly the weights published after step s - 1 - lag
     (the first ones for the first lag + 1 steps; an interruptible sampler then loads newer ones)
 
-With lag = 0 collection runs in the caller, strictly on-policy; with lag = k it runs in one thread, k steps ahead. The
-loop knows no algorithm, no device and no file.
+With lag = 0 collection runs in the caller, strictly on-policy; with lag = k it runs in one thread, k steps ahead. Rows
+of data need no weights: they are read one step ahead. The loop knows no algorithm, no device and no file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -86,6 +87,22 @@ class ExperienceQueue(Generic[T]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class ReadAheadQueue(ExperienceQueue[Any]):
+    """Rows of data, read a step ahead into the learners' micro-batches; checkpoints keep none."""
+
+    def __init__(self, algorithm: Any, learners: Mapping[Role, Any], last: int) -> None:
+        def collect(step: int) -> Any:
+            experience = algorithm.collect(step)
+            for role, batch in product(algorithm.losses, algorithm.mini_batches(experience)):
+                learners[role].read_ahead(batch)
+            return experience
+
+        super().__init__(collect, last, 1, encode=algorithm.encode, decode=algorithm.decode)
+
+    def state_dict(self) -> State:
+        return {"steps": {}, "tensors": {}}
 
 
 @dataclass(frozen=True, slots=True)

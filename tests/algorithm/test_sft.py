@@ -10,8 +10,9 @@ import torch
 
 from runner.algorithm.config import CptConfig, SftConfig
 from runner.algorithm.sft import CrossEntropy, build
-from runner.core.batch import micro_batches, pack, with_totals
+from runner.core.batch import pack, with_totals
 from runner.core.metrics import Metrics
+from runner.core.micro_batches import micro_batches
 from runner.interfaces import EvalQuestion, TokenizedExample
 from runner.interfaces.learning import AlgorithmInputs
 from tests.algorithm.harness import make_model

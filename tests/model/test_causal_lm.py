@@ -10,8 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runner.core.auto_choices import Decisions
-from runner.core.batch import micro_batches, pack, with_tokens
+from runner.core.batch import pack, with_tokens
 from runner.core.errors import EnvironmentProblem, SpecError
+from runner.core.micro_batches import micro_batches
 from tests.model.zoo import LENGTHS, LOGPROBS, batch, causal, gradients, greedy, module, reference, relative, rows
 
 PACKABLE = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]

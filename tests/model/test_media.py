@@ -18,9 +18,10 @@ from runner.adapter import lora
 from runner.adapter.config import NoAdapterConfig
 from runner.algorithm.sft import CrossEntropy
 from runner.core.auto_choices import Decisions
-from runner.core.batch import Batch, micro_batches, pack, with_totals
+from runner.core.batch import Batch, pack, with_totals
 from runner.core.errors import DataError, EnvironmentProblem, SpecError
 from runner.core.media import MEDIA_ID, whole_images
+from runner.core.micro_batches import micro_batches
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.data.chat import Renderer
 from runner.model import hf

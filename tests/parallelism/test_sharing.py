@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.algorithm.config import SftConfig
 from runner.algorithm.sft import build
-from runner.core.batch import Batch, Footprints, micro_batch_ranges, pack, unit_spans
+from runner.core.batch import Batch, pack, unit_spans
 from runner.core.errors import DataError, RunnerError
+from runner.core.micro_batches import micro_batches
 from runner.distributed.dtensor_utils import clip_grads_with_norm_, total_norm
 from runner.distributed.work_partition import (
     BatchShard,
@@ -107,7 +107,14 @@ def test_a_rank_reads_its_own_rows_alone_and_gets_what_a_read_batch_has(
         assert len(own.micro_batches) == len(wanted.micro_batches) and not seen
         for one, other in zip(own.micro_batches, wanted.micro_batches, strict=True):
             assert all(torch.equal(one.tokens[name], other.tokens[name]) for name in other.tokens)
-        assert len(seen) == sum(len(unit_spans(micro)) for micro in own.micro_batches)
+        num_own = sum(len(unit_spans(micro)) for micro in own.micro_batches)
+        assert len(seen) == num_own
+        for micro in own.micro_batches:
+            micro.read_ahead()
+        again = shard_batch(batch, budget, Of(rank, ranks), padded=padded)
+        for one, other in zip(again.micro_batches, wanted.micro_batches, strict=True):
+            assert all(torch.equal(one.read().tokens[name], other.tokens[name]) for name in other.tokens)
+        assert len(seen) == 2 * num_own, "what was read ahead is not read again"
 
 
 class Replayed(SingleProcess):
@@ -136,12 +143,12 @@ def test_what_the_ranks_computed_comes_back_in_the_order_of_the_batch(sizes: lis
     assert torch.equal(found["rows"], batch.rows["lengths"])
 
 
-@given(SIZES, st.integers(1, 60))
-def test_alone_a_batch_is_cut_as_it_lies(sizes: list[int], budget: int) -> None:
-    batch = pack([[1] * size for size in sizes], [[1.0] * size for size in sizes])
-    share = shard_batch(batch, budget, SingleProcess(), padded=False)
-    runs = micro_batch_ranges(Footprints(np.array(sizes), np.zeros(len(sizes), np.int64)), budget)
-    assert [m.num_tokens for m in share.micro_batches] == [sum(sizes[run.start : run.stop]) for run in runs]
+@given(SIZES, st.integers(1, 60), st.booleans())
+def test_a_single_process_has_all_micro_batches(sizes: list[int], budget: int, padded: bool) -> None:
+    batch = pack([[row] * size for row, size in enumerate(sizes)], [[1.0] * size for size in sizes])
+    share = shard_batch(batch, budget, SingleProcess(), padded=padded)
+    wanted = [micro.tokens["ids"].tolist() for micro in micro_batches(batch, budget, padded=padded)]
+    assert [micro.tokens["ids"].tolist() for micro in share.micro_batches] == wanted
     assert not share.num_fillers
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from runner.algorithm.config import SftConfig
 from runner.algorithm.sft import CrossEntropy, PackedAlgorithm
-from runner.core.errors import Interrupted
+from runner.core.errors import DataError, Interrupted
 from runner.core.signals import StopSignal
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
@@ -18,7 +20,7 @@ from runner.distributed.work_partition import SingleProcess
 from runner.interfaces import Callback, StepResult
 from runner.trainer.callbacks import BaseCallback, LogStep, SaveCheckpoints
 from runner.trainer.learner import LocalLearner
-from runner.trainer.loop import ExperienceQueue, TrainingJob, run_loop
+from runner.trainer.loop import ExperienceQueue, ReadAheadQueue, TrainingJob, run_loop
 from tests.algorithm.test_sft import ThreeItems
 from tests.toys import Bigram
 
@@ -79,6 +81,59 @@ def test_the_numbers_of_a_step() -> None:
     tokens = seen["perf/tokens_per_s"] * seen["perf/step_s"]
     assert seen["perf/model_flops"] == pytest.approx(100 * tokens)
     assert seen["perf/mfu"] == pytest.approx(1e-7 * seen["perf/tokens_per_s"])
+
+
+class ScoreAndStop(BaseCallback):
+    """Scores rows of data after each step, and keeps the state of step 3, at which it ends the run if asked."""
+
+    def __init__(self, stops: bool) -> None:
+        self.stops, self.job, self.state = stops, list[TrainingJob](), dict[str, Any]()
+
+    def on_step(self, end: StepResult) -> None:
+        [current] = self.job
+        rows = current.algorithm.experience(ThreeItems().take(0, 3))  # type: ignore[attr-defined]
+        current.learners["policy"].forward(rows, frozenset({"logprobs"}))
+        if end.step == 3:
+            assert current.feed.state_dict() == {"steps": {}, "tensors": {}}
+            self.state = current.learners["policy"].state_dict()
+            end.last |= self.stops
+
+
+def table_after(state: dict[str, Any] | None, first: int, *, ahead: bool, stops: bool = False) -> tuple[Any, Any]:
+    """The weights at the end of a job, and the state after step 3."""
+    watch = ScoreAndStop(stops)
+    one = job([watch])
+    if ahead:
+        one = replace(one, feed=ReadAheadQueue(one.algorithm, one.learners, one.steps))
+    watch.job.append(one)
+    if state:
+        one.learners["policy"].load_state_dict(state)
+    run_loop(one, first)
+    [(_, table)] = one.learners["policy"].weights()
+    return table.clone(), watch.state
+
+
+def test_rows_that_were_read_ahead_give_the_same_bytes() -> None:
+    wanted, _ = table_after(None, 0, ahead=False)
+    assert torch.equal(table_after(None, 0, ahead=True)[0], wanted)
+    stopped, state = table_after(None, 0, ahead=True, stops=True)
+    assert not torch.equal(stopped, wanted)
+    assert torch.equal(table_after(state, 3, ahead=True)[0], wanted)
+
+
+def test_an_error_of_rows_that_are_read_ahead_is_raised_at_their_step() -> None:
+    one, seen = job([LogStep([lambda step, values: seen.append(step)])]), list[int]()
+    given = one.algorithm.collect
+
+    def collect(step: int) -> Any:
+        if step == 3:
+            raise DataError("row 7 is empty")
+        return given(step)
+
+    one.algorithm.collect = collect  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="row 7"):
+        run_loop(replace(one, feed=ReadAheadQueue(one.algorithm, one.learners, one.steps)), 0)
+    assert seen == [1, 2, 3]
 
 
 class Kill(BaseCallback):

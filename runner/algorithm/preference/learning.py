@@ -40,7 +40,7 @@ from runner.algorithm.preference import losses as formulas
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.preference.losses import bradley_terry
 from runner.algorithm.sft import PackedAlgorithm
-from runner.core.batch import Batch, Row, flatten_rows, row_sum, unread_batch, with_totals
+from runner.core.batch import Batch, flatten_rows, row_sum, unread_batch, with_totals
 from runner.core.metrics import Metrics
 from runner.interfaces import LOGPROBS, LabeledCompletion, Loss, Model, Outputs, PreferencePair, Role, TokenizedAnswers
 from runner.interfaces.learning import AlgorithmInputs
@@ -75,7 +75,7 @@ def pack_answers(rows: TokenizedAnswers, picks: NDArray[np.int64], *, share: boo
     if not sizes.size or sizes.min() <= 0:
         raise ValueError("a batch needs at least one prompt, and every prompt and answer at least one token")
     # the parts of each unit end to end, and of each of its rows: branch, start and tokens
-    order = list(range(num_parts)) if share else [part for at in range(1, num_parts) for part in (0, at)]
+    order = np.array(range(num_parts) if share else [part for at in range(1, num_parts) for part in (0, at)])
     branch = np.arange(num_parts - (not share)) - share
     start = sizes[:, :1] * (branch >= 0) * share
     lengths = sizes if share else sizes[:, :1] + sizes[:, 1:]
@@ -89,13 +89,9 @@ def pack_answers(rows: TokenizedAnswers, picks: NDArray[np.int64], *, share: boo
         layout["media"] = torch.from_numpy((media[:, None] * (branch == branch[0])).flatten())
 
     def read(units: NDArray[np.int64]) -> Mapping[str, Tensor]:
-        ids = list[Row]()
-        for unit in units.tolist():
-            parts = {row: rows.read(row) for row in set(picks[unit].tolist())}
-            ids += [parts[row][part] for part, row in zip(order, picks[unit, order].tolist(), strict=True)]
-        trained = np.tile(np.array(order) > 0, len(units))
-        weight = np.repeat(trained.astype(np.float32), list(map(len, ids)))
-        return {"ids": flatten_rows(ids), "weight": torch.from_numpy(weight)}
+        places = np.stack([picks[units][:, order], np.broadcast_to(order, (len(units), len(order)))], -1).reshape(-1, 2)
+        weight = np.repeat((places[:, 1] > 0).astype(np.float32), rows.sizes[tuple(places.T)])
+        return {"ids": flatten_rows(rows.read(places)), "weight": torch.from_numpy(weight)}
 
     return unread_batch(layout, read)
 
@@ -246,6 +242,9 @@ class Kto(PackedAlgorithm):
             for part in parts
             if part.size
         ]
+
+    def mini_batches(self, experience: list[KtoMiniBatch]) -> list[Batch]:
+        return [part.batch for part in experience]
 
     def reference_batches(self, experience: list[KtoMiniBatch]) -> Iterator[Batch]:
         """What of an experience the reference scores: the answers, and the same behind other prompts."""

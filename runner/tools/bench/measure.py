@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from runner import __version__, build
 from runner.core.auto_choices import Decisions
-from runner.core.batch import Batch, micro_batches
+from runner.core.batch import Batch
+from runner.core.micro_batches import micro_batches
 from runner.core.prefix_tree import paths, rows_as_paths
 from runner.core.signals import StopSignal
 from runner.device.base import PeakFlops, measure_matmul, peak_flops

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from runner.core.batch import PATCHES_PER_PLACE
+from runner.core.micro_batches import PATCHES_PER_PLACE
 from runner.device.cards import GIB, Card
 from runner.model.auto_class import is_image_text
 from runner.parallelism.mesh import Mesh

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from runner.algorithm.loss_registry import functions
 from runner.algorithm.preference.config import DpoConfig, KtoConfig
 from runner.algorithm.preference.learning import build_dpo, build_kto, pack_mismatched, pack_pairs
-from runner.core.batch import footprints
 from runner.core.media import MEDIA_ID
+from runner.core.micro_batches import footprints
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.interfaces import LabeledCompletion, PreferencePair, TokenizedAnswers
 from runner.interfaces.learning import AlgorithmInputs
