@@ -21,7 +21,7 @@ GUEST_PYTHON = os.environ.get("LLMCOMPRESSOR_PYTHON", "")  # of an environment t
 def test_it_needs_a_run_and_an_environment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     base = write_base(tmp_path / "base")
     assert main(["export", str(base), "--quantize", "w8a8", "--with", sys.executable]) == 2
-    assert "--quantize is for a run, and needs the environment of llmcompressor: --with ENV" in capfd.readouterr().err
+    assert "--quantize is for a run, and needs --with ENV, where llmcompressor is installed" in capfd.readouterr().err
 
 
 def test_models_with_experts_and_an_environment_without_it_are_refused(tmp_path: Path) -> None:
