@@ -166,7 +166,7 @@ def test_the_options_that_a_page_sets_exist(page: Path, options: dict[str, set[s
 
 def test_the_support_table_has_one_state_a_cell() -> None:
     text = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
-    [part] = [part for part in text.split("\n## ") if part.startswith("What works where")]
+    [part] = [part for part in text.split("\n## ") if part.startswith("Feature matrix")]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("|")][2:]
     assert len(rows) > 20
     assert {cell for row in rows for cell in row[1:4]} <= STATES

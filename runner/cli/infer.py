@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from runner.cli.args import UsageError
 from runner.cli.job import describe_source, resolve_source
-from runner.core.errors import EnvironmentProblem
+from runner.core.errors import DataError, EnvironmentProblem
+from runner.core.images import decode_image
 from runner.tracker.text import escape_controls, print_text
 
 if TYPE_CHECKING:
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
 def infer(args: Namespace) -> int:
     """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
     _check_sampling(args)
-    images: list[Path] = args.image or []
-    if missing := next((path for path in images if not path.is_file()), None):
-        raise UsageError(f"--image {missing}: no such file")
+    images = [Path(_check_image(name)) for name in args.image or ()]
     source, prompts, settings = resolve_source(args)
     if args.file:
         prompts += _read_prompts(args.file)
@@ -58,6 +57,17 @@ def infer(args: Namespace) -> int:
             if not length:
                 print("(an empty completion)", file=sys.stderr)
     return 0
+
+
+def _check_image(name: str) -> str:
+    """The name of an image file. Raises UsageError where there is none, or not an image in it."""
+    if not Path(name).is_file():
+        raise UsageError(f"--image {name}: no such file; images are not fetched from a URL, download them first")
+    try:
+        decode_image(Path(name).read_bytes())
+    except DataError as error:
+        raise UsageError(f"--image {name}: {error}") from error
+    return name
 
 
 def chat(args: Namespace) -> int:
@@ -137,11 +147,14 @@ def _check_sampling(args: Namespace) -> None:
 
 def _typed_prompts() -> Iterator[str]:
     """Lines of standard input, with a prompt sign at a terminal, until it ends."""
+    count = 0
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True, file=sys.stderr)
-        line = sys.stdin.readline()
-        if not line:
-            return
+        if not (line := sys.stdin.readline()):
+            break
         if line.strip():
+            count += 1
             yield line.rstrip("\r\n")
+    if not count and not sys.stdin.isatty():
+        raise UsageError("no prompt: type one, or send lines on standard input")

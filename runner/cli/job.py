@@ -23,6 +23,7 @@ from runner.cli.job_builder import ComposedJob, ExtraWords, JobDraft, compose_jo
 from runner.cli.overrides import TRUST
 from runner.core.errors import NotReady, Problem, RunnerError, SpecError
 from runner.core.rank_info import VARIABLES
+from runner.run_dir.folder import RunFolder, display_path, find_run, latest_path, read_mapping, read_spec
 from runner.spec.base import origin_of
 from runner.spec.decode import decode_unchecked
 from runner.spec.job import JobSpec
@@ -93,7 +94,6 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
         lacking = [] if args.spec or not drafts else _machine_problems(drafts[0], error)
         raise SpecError([*error.problems, *lacking]) from error
     from runner.launch import local
-    from runner.run_dir.folder import RunFolder, latest_path
 
     if not args.folder and latest_path().is_dir():
         from runner.tools.report.run_status import note_killed
@@ -103,7 +103,6 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
         with _explain_environment_problem(job, _again(args, words, job)):
             return local.start_run(job.spec, job.overrides, job.origins, args.folder)
     from runner.launch.slurm import srun_task
-    from runner.run_dir.folder import display_path
 
     if (before := srun_task.requeued_folder(args.folder)) is not None:
         print_text(f"requeued {display_path(before)} was started by this Slurm job: continuing it", file=sys.stderr)
@@ -170,8 +169,6 @@ def resume(args: Namespace) -> int:
     """Continue a run."""
     where, overrides = _split_run(args.words)
     if args.cfg:
-        from runner.run_dir.folder import find_run
-
         return _show(re_decode(find_run(where).spec, overrides))
 
     from runner.launch import torchrun
@@ -180,7 +177,6 @@ def resume(args: Namespace) -> int:
 
 
 def _continue_run(where: str, overrides: Sequence[str]) -> int:
-    from runner.run_dir.folder import find_run
     from runner.tools.report.run_status import note_killed
 
     folder = find_run(where)
@@ -202,8 +198,6 @@ def _continue_run(where: str, overrides: Sequence[str]) -> int:
 
 def describe_source(source: ModelSource) -> str:
     """A source as a user knows it: a run by its folder, `latest` too."""
-    from runner.run_dir.folder import display_path
-
     return display_path(Path(source.path)) if source.kind == "run" else source.text
 
 
@@ -215,7 +209,6 @@ def export(args: Namespace) -> int:
     _check_export(args, source)
     from runner.inference.model_source import prepare_process, source_spec
     from runner.model.model_folder import is_adapter
-    from runner.run_dir.folder import RunFolder, display_path
 
     if source.kind == "run":
         spec = source_spec(source, **settings)
@@ -245,7 +238,8 @@ def export(args: Namespace) -> int:
     whole = not is_adapter(target)
     kind = "a Hugging Face folder" if whole else "a PEFT adapter (--merge writes a full model)"
     print_text(f"{what}: {kind}", file=sys.stderr)
-    if whole and not args.quantize:
+    is_text = "vision_config" not in read_mapping(target / "config.json")  # GGUF has that part in another file
+    if whole and is_text and not args.quantize:
         print_text(_other_formats(target), file=sys.stderr)
     print_text(display_path(target))
     if args.push:
@@ -260,7 +254,9 @@ def _check_export(args: Namespace, source: ModelSource) -> None:
     if args.other and args.check is False:
         raise UsageError("--with checks the export, and --no-check does not; leave one of them out")
     if args.quantize and (source.kind != "run" or not args.other):
-        raise UsageError("--quantize is for a run, and needs the environment of llmcompressor: --with ENV")
+        raise UsageError(
+            "--quantize is for a run, and needs --with ENV, where llmcompressor is installed (docs/models.md)"
+        )
     if source.kind == "run":
         if args.adapter or args.combine:
             raise UsageError("--adapter and --combine need a base, not a run; type run export BASE --adapter FOLDER")
@@ -282,8 +278,6 @@ def _check_export(args: Namespace, source: ModelSource) -> None:
 
 def _other_formats(folder: Path) -> str:
     """The commands that make a GGUF file and an Ollama model of a Hugging Face folder."""
-    from runner.run_dir.folder import display_path
-
     folder = folder.resolve()
     called = folder.parent.name if folder.name.startswith("export") else folder.name
     path, name = shlex.quote(display_path(folder)), re.sub(r"[^a-z0-9]+", "-", called.lower()).strip("-")
@@ -327,8 +321,6 @@ def _device_section(source: ModelSource, words: Sequence[str]) -> dict[str, Any]
     """The device of a spec: what is typed, on top of a run's own; None = nothing is typed."""
     if not words:
         return None
-    from runner.run_dir.folder import RunFolder, read_spec
-
     own = read_spec(RunFolder(Path(source.path))).data["device"] if source.kind == "run" else {"name": "auto"}
     if any(word.lstrip("+").startswith("device=") for word in words):
         return dict(compose_job([*words, "tracker=none"]).data["device"])

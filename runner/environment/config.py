@@ -42,7 +42,7 @@ class NoEnvironmentConfig(EnvironmentConfig):
 
 
 class CalculatorConfig(EnvironmentConfig):
-    """A calculator: replies to a turn `calc EXPRESSION` with its value; any other turn is the answer."""
+    """A calculator: replies to a turn `calc EXPRESSION` with its value; any other turn ends the episode."""
 
     factory: ClassVar[str] = "runner.environment.calculator:build"
     name: Literal["calculator"] = "calculator"
@@ -120,7 +120,7 @@ class ToolEnvironmentConfig(EnvironmentConfig):
         default=None, gt=0, description="Seconds to wait for the last episodes alone, before they are left out."
     )
     lockstep: bool = Field(
-        default=False, description="Wait for all replies before the next turns: slower, the same bytes in every run."
+        default=False, description="Wait for all replies before the next turns: slower, bit-identical runs."
     )
     workers: int = Field(default=64, ge=1, description="Number of episodes of a rank that run calls at the same time.")
     max_failures: int = Field(
@@ -152,7 +152,7 @@ class McpEnvironmentConfig(CommandEnvironmentConfig, ToolEnvironmentConfig):
     command_option: ClassVar[str] = "server"
     name: Literal["mcp"] = "mcp"
     server: str = Field(
-        min_length=1, description="Command that speaks MCP by stdio, e.g. 'python tools_server.py', or URL of a server."
+        min_length=1, description="Command that uses MCP over stdio, e.g. 'python tools_server.py', or URL of a server."
     )
 
     def preflight(self) -> None:
@@ -171,7 +171,7 @@ class AgentEnvironmentConfig(CommandEnvironmentConfig):
     name: Literal["agent"] = "agent"
     command: str = Field(
         min_length=1,
-        description="Command of a program that plays one episode, e.g. 'python my_agent.py', or URL of a server.",
+        description="Command of a program that runs one episode, e.g. 'python my_agent.py', or URL of a server.",
     )
     max_turns: int = Field(default=64, ge=2, description="Maximum completions that a program may request per episode.")
     timeout_s: float = Field(

@@ -1,4 +1,4 @@
-"""environment=mcp: the tools of an MCP server, played as those of a user's class (`function.py`)."""
+"""environment=mcp: the tools of an MCP server, called like those of a user's class (`function.py`)."""
 
 from __future__ import annotations
 

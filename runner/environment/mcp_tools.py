@@ -1,4 +1,4 @@
-"""The class that environment=mcp plays: its tools are those of an MCP server.
+"""The class that environment=mcp runs episodes of: its tools are those of an MCP server.
 
 Protocol and SDK: https://modelcontextprotocol.io
 

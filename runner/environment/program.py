@@ -1,4 +1,4 @@
-"""Programs that play episodes of environment=agent: for each one a command, or a request to a server.
+"""Programs that run episodes of environment=agent: for each one a command, or a request to a server.
 
     {"prompt", "columns", "seed"} ──stdin──▶ command (OPENAI_BASE_URL, OPENAI_API_KEY) ──last line of stdout──▶ result
     {… "base_url", "api_key"}     ──POST───▶ server                                    ──body───────────────▶ result

@@ -1,4 +1,4 @@
-"""The process that plays a user's environment, with a process for each episode.
+"""The process that runs a user's environment, with a process for each episode.
 
 It is started and guarded as `runner.user_code.worker` says.
 
@@ -115,7 +115,7 @@ def _play(episode: UserEpisode, path: str, channel: socket.socket) -> int:
         for line in channel.makefile("rb"):
             try:
                 reply = loop.run(episode.reply(json.loads(line)))
-            except Exception as error:  # foreign code may raise anything; the episode is left out
+            except Exception as error:  # user code may raise anything; the episode is left out
                 kind = f"{type(first_cause(error)).__name__} at {error_location(first_cause(error), path)}"
                 reply = {"failed": kind, "message": describe_error(error, path), "trace": traceback.format_exc()}
             if os.getpid() != me:

@@ -41,7 +41,7 @@ def render_chat(
     try:
         segments = renderer.render_prompt(messages, tuple(tools), variables)
     except RenderError as error:
-        text = f"{error}; leave it out, or serve a model whose chat template writes it"
-        raise DataError(text) from error
+        way = "; leave it out, or serve a model whose chat template writes it"
+        raise DataError(f"{error}{'' if isinstance(error.__cause__, DataError) else way}") from error  # of an image
     text = "".join(segment.text for segment in segments)
     return ChatPrompt(tuple(renderer.control.ids_of(segments, begins_row=True)), text.rstrip().endswith(THINK))

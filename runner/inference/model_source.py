@@ -157,9 +157,11 @@ def _parse_model(text: str, checkpoint: Checkpoint, base: str | None) -> ModelSo
     if folder.exists():
         refuse_gguf(folder)
         hint = _folder_inside(folder) or given
-        raise EnvironmentProblem(f"{text} is no model: no spec.yaml, config.json or adapter_config.json{hint}")
+        raise EnvironmentProblem(f"{text} is not a model: no spec.yaml, config.json or adapter_config.json{hint}")
     if is_hub_id(text) and ("/" in text or is_cached(text, os.environ)):
         return ModelSource(text, "hub", text, text)
+    if text.startswith("tinker://"):
+        given = "; type the checkpoint's folder: outputs/RUN/clients/*/weights/NAME"
     raise EnvironmentProblem(f"{text}: no such folder{given}")
 
 
@@ -341,6 +343,8 @@ def load_run(
     loaded = store.load(step)
     if loaded is None:
         hint = folder.next_step_hint(min(spec.checkpoint.every or spec.steps, spec.steps))
+        if saved := ", ".join(map(display_path, sorted(folder.root.glob("clients/*/weights/*")))):
+            hint = f"those of its training clients are folders: {saved}"
         raise CheckpointError(f"{display_path(folder.root)}: no checkpoint was written yet; {hint}")
     check_spec_unchanged(spec, loaded.state["identity"], free=SETTABLE)
     device = build.build_device(spec, decide)

@@ -34,7 +34,7 @@ def prompt_ids(
     images: before the text of a message. Raises DataError for an empty plain prompt, and for an image that is none.
     """
     content = (user_message(prompt, images),) if style == "chat" else prompt
-    problems = Problems("prompt", "what was typed")
+    problems = Problems("prompt", "command line")
     asked = PromptExample(SourceLocation("prompt", 1), content)
     rows = ExampleTokenizer(tokenizer, chat).encode([asked], problems)
     problems.raise_if_any()
@@ -73,7 +73,7 @@ def export(
     llmcompressor of `other`.
     """
     if quantize == "w4a16" and spec.device.kind is NPU:
-        raise EnvironmentProblem("--quantize w4a16: vllm-ascend reads it of experts alone\n  type --quantize w8a8")
+        raise EnvironmentProblem("--quantize w4a16: vllm-ascend has it for expert layers only\n  type --quantize w8a8")
     from runner.interfaces import as_generative
     from runner.launch.export_check import LARGEST_CHECKED, check_export, run_prompts
     from runner.launch.quantized_export import refuse_quantizing, write_quantized_export

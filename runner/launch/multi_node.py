@@ -1,4 +1,4 @@
-"""Several machines: their supervisors meet at machine 0, start together, and end together.
+"""Multi-node rendezvous: the supervisors of all nodes start and stop together.
 
 machine 0: listens at launch.rdzv_endpoint ◀── hello: number, host, the job as it was typed ── machine 1 …
            ── folder, attempt, the store's port ──▶      ◀── over · cause ──▶

@@ -49,7 +49,7 @@ def run_facts(spec: JobSpec, model: TrainableModel) -> dict[str, str]:
         "name": spec.name,
         "model": f"{spec.model.source or spec.model.name}{_first_weights(spec)}",
         "adapter": spec.adapter.name,
-        "parameters": f"{format_rate(everything)}, {share} trainable",
+        "parameters": f"{format_rate(everything)} parameters, {share} trainable",
         "device": spec.device.name,
         "seed": str(spec.seed),
     }

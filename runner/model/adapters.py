@@ -1,4 +1,4 @@
-"""The adapters of a peft model: which one computes, and how others join and leave."""
+"""Select, add and remove the LoRA adapters of a peft model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed attention as one operator, which torch.compile does not look into.
+"""Packed attention as one operator, opaque to torch.compile.
 
 A compiled layer gets where rows end as tensors, so that no batch needs a graph of its own. The backward pass computes
 the attention again by torch's own kernels, row by row, as the operator keeps nothing but its inputs. A kernel of the

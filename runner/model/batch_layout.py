@@ -1,4 +1,4 @@
-"""How a ragged batch runs through a transformers model: packed or padded; both give the same numbers.
+"""Variable-length batch through a transformers model: packed or padded, with the same results.
 
     packed   one row [1, T], positions from the batch, attention cut at row ends
     padded   [N, L] with the padding on the right, the model's own attention

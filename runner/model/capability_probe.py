@@ -1,4 +1,4 @@
-"""What a model can do, found out at build time on a handful of tokens instead of assumed.
+"""Test what a model supports, on a few tokens at startup.
 
     head_objection     may the LM head be applied to the backbone's hidden states in chunks?
     packed_objection   does the packed layout give what the model's own attention gives?

@@ -1,4 +1,4 @@
-"""A causal language model behind the verbs of training: score a ragged batch, write text, be saved.
+"""Causal LM: compute log-probabilities of a packed batch, generate, save.
 
     batch ──layout──▶ backbone ──▶ hidden [W, H] ──rows of parents──▶ chunked LM head ──▶ logprobs, entropy [T]
 
@@ -164,7 +164,7 @@ class CausalLM(TransformersModel):
     def batch_decoder(self, *, decide: Decide, merge: bool = True) -> CompletionGenerator:
         """What writes many answers at once, as a sampler does; merge: adapters into their base meanwhile.
 
-        Raises SpecError if the model cannot be sampled from; `decide` records a slower decoder.
+        Raises SpecError if the model cannot generate; `decide` records a slower decoder.
         """
         from runner.model.decoder_choice import choose_decoder  # a job that writes no text does without both
         from runner.model.generation import CompletionGenerator, eos_token_ids

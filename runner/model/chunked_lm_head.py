@@ -1,4 +1,4 @@
-"""The LM head in chunks: log-probabilities and entropies without ever holding all logits.
+"""The LM head in chunks: log-probabilities and entropies without materializing all logits.
 
 The vocabulary is all ids on this rank, or a run of them on each of several ranks.
 

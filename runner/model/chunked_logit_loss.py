@@ -1,4 +1,4 @@
-"""Any function of the logits, summed over tokens with known weights, without ever holding all logits.
+"""Any function of the logits, summed over tokens with known weights, without materializing all logits.
 
     hidden [S, H] ──chunk by chunk──▶ logits [chunk, V] ──terms──▶ loss [S], … ──Σ coefficients · loss──▶ total
 

@@ -267,7 +267,7 @@ class TinyMoeConfig(SmallConfig):
 
 
 class TinyVlConfig(SmallConfig):
-    """A small Qwen2-VL-type model from random weights: it sees images, and all of it is trained."""
+    """A small Qwen2-VL-type model from random weights: it reads images, and all of it is trained."""
 
     image_reader_factory: ClassVar[str | None] = "runner.model.tiny:image_reader"
     name: Literal["tiny_vl"] = "tiny_vl"

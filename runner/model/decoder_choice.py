@@ -73,4 +73,4 @@ def choose_decoder(causal: Any, decide: Decide) -> MakeDecoder:
         decide("sampler", "KV cache", "no KV cache: every token is recomputed, which is slow", reason)
         return RecomputeBatchDecoder
     name = type(causal).__name__
-    raise SpecError([Problem("sampler", f"{name} cannot be sampled from: {against}; without a cache: {last}")])
+    raise SpecError([Problem("sampler", f"{name}: generation failed: {against}; without a cache: {last}")])

@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM, by folder or hub id; weights come from safetensors only.
+"""Load a causal LM or image-text model from a folder or hub id; weights from safetensors only.
 
 The model's own code runs only with model.trust_remote_code.
 """

@@ -1,4 +1,4 @@
-"""A model's own image processor: what stands for an image in a prompt, and its pixels.
+"""A model's own image processor: image placeholder tokens in a prompt, and pixels.
 
 transformers' processor classes insist on a video processor, which needs torchvision; images need pillow alone.
 """

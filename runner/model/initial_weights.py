@@ -160,7 +160,7 @@ def refuse_nonfinite_weights(tensors: Mapping[str, Tensor], source: str) -> None
         shown = "; ".join(f"{name} ({count} numbers)" for name, count in list(found.items())[:3])
         raise EnvironmentProblem(
             f"{source}: {len(found)} of its weights contain NaN or infinity: {shown}\n"
-            "  the file is damaged, or the run that wrote it diverged; use another folder, or an earlier checkpoint"
+            "  the file is corrupted, or the run that wrote it diverged; use another folder, or an earlier checkpoint"
         )
 
 
@@ -241,7 +241,7 @@ def _refuse_other_heads(config: Any, theirs: Mapping[str, Any], folder: str) -> 
         if (there := theirs.get(name)) not in (None, here := getattr(config, name, None)):
             raise EnvironmentProblem(
                 f"init_from={folder} has {name}={there}, but this model has {here}\n"
-                "  its weights would compute something else: set the model options that they were trained with"
+                "  the weights need the model options that they were trained with"
             )
 
 

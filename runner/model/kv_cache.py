@@ -1,4 +1,4 @@
-"""Next-token logits of many growing rows at once, with their keys and values kept.
+"""KV cache for a batch of sequences: next-token logits of many growing rows at once.
 
     prompts ──each distinct one once──▶ keys, values ──copied to the rows that join──▶ cache ◀── step: one id per row
 

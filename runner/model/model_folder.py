@@ -298,7 +298,7 @@ def _refuse_stub(path: Path) -> None:
         raise CheckpointError(
             f"{path} is a Git-LFS pointer, not the file itself\n"
             f"  git -C {path.parent} lfs pull\n"
-            f"  or, OWNER/NAME being its id on huggingface.co: hf download OWNER/NAME --local-dir {path.parent}"
+            f"  or download it again: hf download OWNER/NAME --local-dir {path.parent}"
         )
 
 

@@ -88,7 +88,7 @@ def freeze_parts(inner: Any, parts: tuple[ModelPart, ...] | None, decide: Decide
         parameter.requires_grad_(False)
     names = {name for name, _ in inner.named_modules() if is_chosen(name)}
     if len(frozen) == sum(1 for _ in inner.parameters()):
-        raise SpecError([Problem("model.freeze", "nothing is left to train; leave out the part that is to learn")])
+        raise SpecError([Problem("model.freeze", "all parts are frozen; leave out the part to train")])
     millions = sum(p.numel() for p in frozen) / 1e6
     why = f"{millions:.3g} million parameters of {type(inner).__name__} keep their values"
     decide.record_fact("model.freeze", f"[{', '.join(chosen)}]", why if frozen else "all parts are trained")

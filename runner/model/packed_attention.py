@@ -1,4 +1,4 @@
-"""Attention over rows that lie end to end, without a [T, T] mask.
+"""Attention over packed sequences (varlen attention), without a [T, T] mask.
 
     q, k, v [1, heads, T, d] ──cut at row ends──▶ causal attention per row, bucket of rows, or in one call of a kernel
                                                   for rows end to end ──▶ [1, T, heads, d]

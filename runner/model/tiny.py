@@ -139,7 +139,7 @@ def _image_processor(config: TinyVlConfig, tokenizer: Any, least: int | None, mo
 def architecture(config: SmallConfig, tokenizer: Any, init_from: str | None = None, head: Head = "lm") -> Any:
     """The shape of the model, as transformers has it. UnsupportedModelError without such a head."""
     if head == "scalar" and isinstance(config, TinyVlConfig):
-        raise UnsupportedModelError(f"model={config.name} has no form with a head of one number")
+        raise UnsupportedModelError(f"model={config.name} has no value head or reward head")
     common = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -226,7 +226,7 @@ def _architecture_text(config: SmallConfig) -> str:
     return " ".join(f"{name}={value}" for name, value in own.items())
 
 
-# of a language model, and of one with a head of one number instead
+# of a language model, and of one with a reward head instead
 _KINDS: dict[type, tuple[Any, Any]] = {
     Qwen2Config: (Qwen2ForCausalLM, Qwen2ForSequenceClassification),
     Qwen3MoeConfig: (Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification),

@@ -1,4 +1,4 @@
-"""Heads of one number: a reward model's scores, or a critic's values, alone or beside the LM head.
+"""Value head and reward head: a critic's values, a reward model's scores, alone or beside the LM head.
 
     batch ──layout──▶ backbone ──▶ hidden [W, H] ──▶ scores [N]  read at each row's last token
                                                 └──▶ values [T]  read at each token's parent

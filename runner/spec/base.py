@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field
 
 Dtype = Literal["float32", "bfloat16"]  # of weights and of what is computed
-# a language model, the same backbone with a head of one number, or with both
+# a language model, the same backbone with a reward or value head, or with both
 Head = Literal["lm", "scalar", "lm+value"]
 ItemKind = Literal["sft", "pairs", "judged", "prompts"]  # what an algorithm learns from
 

@@ -276,8 +276,8 @@ def _with_advice(problems: list[Problem], chosen: Classes, keys: OptionIndex) ->
     problem, group = problems[place], problems[place].key.partition(".")[0]
     cls, recipe = chosen[group], problem.origin[len("recipe/") :]  # or "recipe FILE"
     assert cls is not None  # it is left over from another one
-    way = f"the recipe sets it for another {group}: use a recipe with {group}={cls.component_name()} (run list recipes)"
-    text = f"{problem.message}; {way}, or a copy of {recipe} in ./recipes without it"
+    way = f"the recipe sets it: remove it from {recipe}, or from a copy of it in ./recipes"
+    text = f"{problem.message}; {way}, or use a recipe for {group}={cls.component_name()} (run list recipes)"
     return [*problems[:place], replace(problem, message=text), *problems[place + 1 :]]
 
 

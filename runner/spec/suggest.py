@@ -140,7 +140,7 @@ TYPES = {
 
 # in words, where a newcomer meets them
 PATTERNS = {r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,79}$": "of at most 80 letters, digits, '.', '_' and '-'"}
-SAME = {"bf16": "bfloat16", "fp32": "float32"}  # what people call a choice
+SAME = {"bf16": "bfloat16", "fp32": "float32", "int4": "nf4"}  # what people call a choice
 
 
 def expected_type(schema: Mapping[str, Any]) -> str:

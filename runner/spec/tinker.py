@@ -16,7 +16,7 @@ class TinkerConfig(Config):
         default=None,
         min_length=1,
         description="File with the API keys that clients may use, one per line, each starting with tml-; null = any "
-        "key, on loopback alone. What one key creates, no other key sees.",
+        "key, on loopback alone. No other key has access to what a key creates.",
     )
     command: list[str] = Field(
         default=[],

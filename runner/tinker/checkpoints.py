@@ -118,7 +118,7 @@ class CheckpointPath:
         """Raises DataError for another form."""
         parts = text.removeprefix(SCHEME).split("/")
         if not text.startswith(SCHEME) or len(parts) != 3:
-            raise DataError(f"'{text}' is no path of a checkpoint; expected {SCHEME}RUN/weights/NAME")
+            raise DataError(f"'{text}' is not the path of a checkpoint; expected {SCHEME}RUN/weights/NAME")
         return cls(*parts)
 
     def __str__(self) -> str:
@@ -255,7 +255,7 @@ class ClientStore:
         try:
             wrong = [name for name, digest in (record.files or {}).items() if fsync_io.sha256(folder / name) != digest]
             if wrong:
-                raise CheckpointError(f"{checkpoint}: {wrong[0]} is damaged; load an earlier checkpoint")
+                raise CheckpointError(f"{checkpoint}: {wrong[0]} is corrupted; load an earlier checkpoint")
             return record, load_file(folder / ADAPTER_WEIGHTS), load_file(folder / OPTIMIZER) if optimizer else {}
         except OSError as error:
             raise CheckpointError(f"{checkpoint} cannot be read: {fsync_io.error_reason(error)}") from error

@@ -112,9 +112,9 @@ def check_data(data: Sequence[Datum], loss: str, limits: ModelLimits, *, forward
         raise DataError("the request has no data; send at least one datum")
     needed = {TARGETS} if loss == "cross_entropy" else {TARGETS, "logprobs", "advantages"}
     allowed = {TARGETS, "weights"} if loss == "cross_entropy" else needed
-    for at, datum in enumerate(data):
-        if objection := _objection(datum, needed, None if forward_only else allowed, limits):
-            raise DataError(f"datum {at}: {objection}")
+    for index, datum in enumerate(data):
+        if problem := _objection(datum, needed, None if forward_only else allowed, limits):
+            raise DataError(f"datum {index}: {problem}")
 
 
 def _objection(datum: Datum, needed: set[str], allowed: set[str] | None, limits: ModelLimits) -> str | None:

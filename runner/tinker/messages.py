@@ -48,9 +48,9 @@ message SampleResponse { repeated Sequence sequences = 1; bytes prompt_logprobs 
 DTYPES: Mapping[int, str] = {1: "<f4", 2: "<i8", 3: "<i4"}  # 4, bfloat16, is sent by no SDK
 FLOAT32 = 1
 STOP_REASONS = ("stop", "length")
-NO_LOGPROB = -99999.0  # of a cell of the likeliest tokens that is empty
+NO_LOGPROB = -99999.0  # of an empty cell of the top-k tokens
 MAX_SPARSE_CELLS = 1 << 26
-TopTokens = Sequence[Sequence[tuple[int, float]]]  # of each position the likeliest (id, log-probability)
+TopTokens = Sequence[Sequence[tuple[int, float]]]  # of each position the top-k (id, log-probability)
 
 
 def _message_classes() -> dict[str, Any]:
@@ -128,7 +128,7 @@ class PassResult:
 class SampleResult:
     """Sampled answers, and log-probabilities of the prompt, None at its first token.
 
-    has_top: whether the likeliest tokens of answers were requested
+    has_top: whether the top-k tokens of samples were requested
     """
 
     sequences: Sequence[Sequence[TokenEvent]]
@@ -170,7 +170,7 @@ def decode_pass_request(body: bytes) -> PassRequest:
     try:
         given = MESSAGES["PassRequest"].FromString(body)
     except DecodeError as error:
-        raise DataError(f"the body is no valid protobuf message: {error}") from error
+        raise DataError(f"the body is not a valid protobuf message: {error}") from error
 
     def read_data() -> list[Datum]:
         return [Datum(_ids(one.chunks), {i.key: _array(i.value) for i in one.inputs}) for one in given.data]
@@ -206,12 +206,12 @@ def _ids(chunks: Sequence[Any]) -> np.ndarray:
 
 def _refuse_media(kinds: Sequence[str]) -> None:
     if kinds:
-        raise DataError(f"the model input has a chunk of {kinds[0]}; this server takes text alone")
+        raise DataError(f"the model input has a chunk of {kinds[0]}; this server accepts text tokens only")
 
 
 def _numbers(content: bytes, dtype: str) -> np.ndarray:
     if len(content) % np.dtype(dtype).itemsize:
-        raise DataError(f"{len(content)} bytes are no array of {np.dtype(dtype).name}")
+        raise DataError(f"{len(content)} bytes are not an array of {np.dtype(dtype).name}")
     return np.frombuffer(content, dtype)
 
 

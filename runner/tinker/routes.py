@@ -1,4 +1,4 @@
-"""What all routes share: the prefix, bodies, keys, errors."""
+"""Shared request handling: the path prefix, bodies, keys, errors."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ async def read_json(request: Request) -> Json:
     try:
         body = await request.json()
     except ValueError as error:
-        raise DataError(f"the body is no JSON: {error}") from error
+        raise DataError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise DataError("the body is no JSON object")
+        raise DataError("the body is not a JSON object")
     return body
 
 

@@ -22,7 +22,7 @@ from runner.tinker.state import SamplerHandle, ServerState
 from runner.tinker.training_routes import in_order
 
 MAX_SAMPLES = 4096  # of one prompt
-MAX_TOP = 1024  # likeliest tokens of a position
+MAX_TOP = 1024  # top-k tokens of a position
 MAX_NEW_TOKENS = 4096  # of a model without a longest row, where the request does not say how many
 UNSUPPORTED = dict.fromkeys(("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"), "leave it out")
 UNSUPPORTED["record_stability_info"] = "train with another loss than stable_reinforce, e.g. loss_fn=importance_sampling"

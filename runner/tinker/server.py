@@ -1,4 +1,4 @@
-"""The server in a job's processes: rank 0 listens and leads, the others follow.
+"""The server in a job's processes: rank 0 serves HTTP and broadcasts requests to the other ranks.
 
     event loop, in a thread of rank 0 ──queue──▶ leader ──the same operation on all ranks──▶ TrainingService
                                       ◀─futures───┘

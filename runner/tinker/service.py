@@ -1,4 +1,4 @@
-"""What the server does, on every rank: training clients over one base, and an engine that samples.
+"""Tinker service on every rank: training clients over one base, and sampling.
 
     operation, the same on all ranks in the same order ──▶ a tenant: its adapter and optimizer, the base's view of it
                                                        └─▶ the engine: requests of this rank, a few tokens at a time
@@ -57,7 +57,7 @@ class Tenant:
 class SampleRequest:
     """One request of a client: `count` answers to a prompt.
 
-    prompt_logprobs: how many of the likeliest tokens of the prompt are reported, None = no log-probabilities of it
+    prompt_logprobs: k of the top-k tokens of the prompt that are reported, None = no log-probabilities of it
     """
 
     id: str
@@ -241,7 +241,7 @@ class TrainingService:
         record, adapter, state = run_on_rank0(self._world.world_peers, read)
         saved, own = ({name: value.shape for name, value in one.items()} for one in (adapter, tenant.parameters))
         if saved != own:
-            raise DataError(f"{source} is of another LoRA than this client; create the client from the checkpoint")
+            raise DataError(f"{source} has another LoRA rank or targets than this client; create the client from it")
         tensors = {f"param/{name}": value for name, value in adapter.items()}
         if with_optimizer:
             restored: State = {"tensors": tensors | state, "optimizer": {"groups": record.optimizer, "values": {}}}
@@ -262,7 +262,7 @@ class TrainingService:
 
     def _tenant(self, model_id: str) -> Tenant:
         if (found := self._tenants.get(model_id)) is None:
-            raise DataError(f"the training client {model_id} has ended; create one from its last checkpoint")
+            raise DataError(f"the training client {model_id} is closed; create a new client from its last checkpoint")
         return found
 
     # --- sampling ---

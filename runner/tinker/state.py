@@ -1,4 +1,4 @@
-"""What the event loop knows: sessions, training clients, samplers, and the requests that wait.
+"""Event-loop state: sessions, training clients, samplers, and the requests that wait.
 
 Everything belongs to a key, by its digest; of another key it is not found. It is in memory alone: after a restart
 clients are told so, and continue from checkpoints.
@@ -203,7 +203,7 @@ class ServerState:
         client = self.training_client(model_id, owner)
         number = client.next if seq_id is None else int(seq_id)
         if number < client.next and f"{model_id}:{number}" not in self.futures:
-            raise GoneError(f"request {number} of {model_id} was answered, and its result is no longer kept")
+            raise GoneError(f"the result of request {number} of {model_id} has expired; send a new request")
         return self.start(f"{model_id}:{number}", owner, prepare, lambda operation: client.put(number, operation))
 
     def start(

@@ -1,4 +1,4 @@
-"""The routes that clients train with: sessions, training clients, passes, steps, checkpoints, futures.
+"""Routes of training clients: sessions, forward_backward, optim_step, checkpoints, futures.
 
 Paths and fields are those of Tinker's API, as SDK 0.24 to 0.38 use it.
 """

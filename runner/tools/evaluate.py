@@ -64,7 +64,7 @@ class Evaluated:
 
 @dataclass(slots=True)
 class AnswerProgress:
-    """Counts new answers on the screen."""
+    """Counts new completions on the screen."""
 
     about: str
     count: int = 0
@@ -75,7 +75,7 @@ class AnswerProgress:
         self.count += 1
         if time.monotonic() - self.printed_s >= PROGRESS_S:
             self.printed_s = time.monotonic()
-            print_text(f"{self.about}: {self.count} new answers", file=sys.stderr)
+            print_text(f"{self.about}: {self.count} new completions", file=sys.stderr)
 
 
 def sets_of_run(spec: JobSpec) -> list[EvaluationSet]:
@@ -89,7 +89,8 @@ def sets_of_run(spec: JobSpec) -> list[EvaluationSet]:
     own = [EvaluationSet(HELD_OUT, options, parts)] if spec.data.holds_out else []
     if found := [*own, *spec.evaluation.decoded_sets()]:
         return found
-    raise SpecError([Problem("evaluation.sets", "the run has no held-out rows; type '+evaluation=[gsm8k]'")])
+    way = "type '+evaluation=[gsm8k]', or '+evaluation.sets.NAME={data: {name: file, path: FILE}}'"
+    raise SpecError([Problem("evaluation.sets", f"the run has no held-out rows; {way}")])
 
 
 def evaluate_sources(
@@ -183,7 +184,7 @@ def _evaluate_set(
         world.close()
     known = journal.num_known - known
     if one.options.choices is None:
-        print_text(f"{progress.about}: {progress.count} new answers, {known} from earlier evaluations", file=sys.stderr)
+        print_text(f"{progress.about}: {progress.count} new completions, {known} cached", file=sys.stderr)
     prefix = f"eval/{one.name}/"
     values = {name.removeprefix(prefix): value for name, value in report.values.items() if name.startswith(prefix)}
     scores = question_scores(report.samples, len(evaluator.questions))

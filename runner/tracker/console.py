@@ -73,7 +73,8 @@ class Console:
 
     def start(self, title: Mapping[str, Any], steps: int) -> None:
         """Start the display of a run with `steps` steps; title: e.g. name, device, seed, folder."""
-        self.message(" · ".join(str(v) if k in ("name", "folder") else f"{k} {v}" for k, v in title.items()))
+        bare = ("name", "folder", "parameters")
+        self.message(" · ".join(str(v) if k in bare else f"{k} {v}" for k, v in title.items()))
         self._progress, self._table = Progress(title, steps), LogTable()
         self.show(self._panel)
 

@@ -86,7 +86,7 @@ def test_what_is_frozen_can_be_chosen(folders: dict[str, Path]) -> None:
     }
     adapted = lora.attach(LoraConfig(rank=2), built(folders["qwen3_vl"], freeze=()), decide=Decisions())
     assert parts(adapted.trainable(), adapted.inner) == {"language", "vision", "aligner"}
-    with pytest.raises(SpecError, match=r"model\.freeze: nothing is left to train"):
+    with pytest.raises(SpecError, match=r"model\.freeze: all parts are frozen"):
         lora.train_all(
             NoAdapterConfig(),
             built(folders["gemma3"], freeze=("vision", "aligner", "language")),

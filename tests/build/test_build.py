@@ -54,7 +54,7 @@ def test_continued_pre_training_learns_and_evaluates_every_token(algorithm: str,
 def test_a_model_without_a_head_of_one_number_is_refused_before_its_data_is_read(workdir: Path) -> None:
     Path("rows.jsonl").write_text("not a row")
     spec = compose_job(["algorithm=rm", "model=tiny_vl", "data=file", "data.path=rows.jsonl", "data.cache=false"]).spec
-    with pytest.raises(UnsupportedModelError, match="model=tiny_vl has no form with a head of one number"):
+    with pytest.raises(UnsupportedModelError, match="model=tiny_vl has no value head or reward head"):
         build_data(spec, build_tokenizer(spec, Decisions()), Decisions())
 
 

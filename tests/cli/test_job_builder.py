@@ -176,6 +176,7 @@ def test_all_mistakes_of_a_command_line_come_together(workdir: Path) -> None:
         ("data.path=a,b", "data.path", "type a list as 'data.path=[a,b]'"),
         ("name=my run", "name", "expected a text of at most 80 letters, digits, '.', '_' and '-'"),
         ("model.dtype=bf16", "model.dtype", "did you mean 'bfloat16'?"),
+        ("model.quantization=int4", "model.quantization", "did you mean 'nf4'?"),
         ("output_dir=x", "output_dir", "runs are written to ./outputs"),
         ("steps", "steps", "not an override; type steps=VALUE"),
         ("exp/mine.yaml", "exp/mine.yaml", "not an override; to use a recipe file, type +recipe=exp/mine.yaml"),
@@ -365,8 +366,8 @@ def test_what_a_recipe_leaves_over_has_a_way_out(workdir: Path) -> None:
         compose_job(["+recipe=grpo_demo", "algorithm=dpo", "~algorithm.group_size"])
     said = {p.key: p.message for p in caught.value.problems}
     assert said["algorithm.group_size"].endswith(
-        "the recipe sets it for another algorithm: use a recipe with algorithm=dpo (run list recipes), "
-        "or a copy of grpo_demo in ./recipes without it"
+        "the recipe sets it: remove it from grpo_demo, or from a copy of it in ./recipes, "
+        "or use a recipe for algorithm=dpo (run list recipes)"
     )
     assert "null" not in said["~algorithm.group_size"] and "./recipes" in said["~algorithm.group_size"]
     with pytest.raises(SpecError) as caught:

@@ -187,6 +187,11 @@ def test_a_row_token_by_token_is_found(capsys: pytest.CaptureFixture[str]) -> No
         (["schema", "--config-dir", "."], "unrecognized arguments: --config-dir"),
         (["infer", "latest", "--top-p", "0.5", "hi"], "set --temperature above 0"),
         (["infer", "latest", "--seed", "0", "hi"], "set --temperature above 0"),
+        (
+            ["infer", "latest", "--image", "https://x.y/a.png"],
+            "--image https://x.y/a.png: no such file; images are",
+        ),
+        (["infer", "latest", "--image", __file__], f"--image {__file__}: not an image; expected one of PNG"),
         (["infer", "latest", "optimizer.lr=1"], "write it after --: run infer latest -- 'optimizer.lr=1'"),
         (
             ["infer", "latest", "+recipe=sft_demo"],

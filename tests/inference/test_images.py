@@ -122,16 +122,18 @@ def test_server_infer_chat_evaluator_and_transformers_answer_alike(
             ("https://host/a.png", "images are not fetched, so send the file itself"),
             (f"file://{path}", "images are not fetched"),
             (data_url(cwd / "huge.png"), "9000 x 9000 pixels; at most 50 million"),
-            ("data:image/png;base64,AAAA", "not an image"),
+            ("data:image/png;base64,AAAA", "not an image; expected one of PNG, JPEG"),
         ):
             refused = client.post("/chat/completions", json=body(url))
             assert refused.status_code == 400 and wanted in refused.json()["error"]["message"], refused.text
+            assert "leave it out" not in refused.text
         id = MEDIA_ID + 1
         refused = client.post("/completions", json={"model": "vl", "prompt": [3, id], "max_tokens": 2})
         assert refused.status_code == 400 and f"the token id {id}" in refused.text
     assert said == text and chat_answer(folder, path) == text
     words = ("infer", str(folder), "--image", str(path), "what", "--max-new-tokens", "8")
     assert text.rstrip() in command.run(*words, cwd=cwd)
+    assert "no prompt: type one" in command.run(*words[:4], "device=cpu", cwd=cwd, code=2)
     row = {"prompt": "<image>what", "answer": text[:2] + "x", "images": [path.name]}
     (cwd / "rows.jsonl").write_text(json.dumps(row) + "\n")
     data = f"{{data: {{name: file, path: {cwd}/rows.jsonl}}, max_new_tokens: 8}}"

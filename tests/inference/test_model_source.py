@@ -128,7 +128,8 @@ def test_words_that_mean_no_model_are_answered(folders: Path, tmp_path: Path, mo
     for text, complaint in (
         ("nonsense", "no such folder; expected latest, a run"),
         ("./typo", "no such folder"),
-        ("trainer", r"is no model: .*did you mean trainer/checkpoint-3\?"),
+        ("tinker://a:train:0/weights/b", r"no such folder; type .*: outputs/RUN/clients/\*/weights/NAME"),
+        ("trainer", r"is not a model: .*did you mean trainer/checkpoint-3\?"),
     ):
         with pytest.raises(EnvironmentProblem, match=complaint):
             parse_source(text)

@@ -71,6 +71,9 @@ def test_a_run_without_a_checkpoint_is_answered_with_what_to_do(
     folder.spec.write_text("{}")
     with pytest.raises(CheckpointError, match=f"no checkpoint was written yet; .*{advice}"):
         export(folder, compose_job(["+recipe=sft_demo"]).spec, "last", None)
+    (saved := tmp_path / "clients" / "train-0" / "weights" / "sentence").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=f"those of its training clients are folders: {saved}"):
+        export(folder, compose_job(["+recipe=sft_demo"]).spec, "last", None)
 
 
 def test_an_out_that_is_taken_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ HERE = Path(sys.executable)
 def test_it_needs_a_run_and_an_environment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     base = write_base(tmp_path / "base")
     assert main(["export", str(base), "--quantize", "w8a8", "--with", sys.executable]) == 2
-    assert "--quantize is for a run, and needs the environment of llmcompressor: --with ENV" in capfd.readouterr().err
+    assert "--quantize is for a run, and needs --with ENV, where llmcompressor is installed" in capfd.readouterr().err
 
 
 def test_what_cannot_be_read_or_would_be_replaced_is_refused_before_anything_is_loaded(workdir: Path) -> None:

@@ -82,7 +82,7 @@ def test_the_title_says_what_learns_and_how_much_of_it(words: list[str], said: s
             return {"bias": self.module.bias}
 
     facts = run_facts(compose_job(["data=demo", *words]).spec, Model())
-    assert (facts["model"], facts["parameters"]) == (said, "1.55k, 50 trainable")
+    assert (facts["model"], facts["parameters"]) == (said, "1.55k parameters, 50 trainable")
 
 
 def test_steps_are_said_in_epochs() -> None:

@@ -57,7 +57,7 @@ def test_a_tensor_is_dense_or_sparse() -> None:
 @pytest.mark.parametrize(
     ("tensor", "said"),
     [
-        ({"dense": b"12345", "dtype": 2}, "5 bytes are no array of int64"),
+        ({"dense": b"12345", "dtype": 2}, "5 bytes are not an array of int64"),
         ({"dense": b"12345678", "dtype": 4}, "data type 4 of a tensor is not supported"),
         ({"dense": b"12345678", "dtype": 2, "shape": [3]}, r"a tensor of shape \[3\] has 1 values"),
         (sparse([0, 1], [2, 0, 1]), "are damaged"),

@@ -172,7 +172,7 @@ def test_a_load_that_fails_changes_nothing(service: TrainingService, built: Buil
     sampler = save(service, NAMES[0], "sampler_weights", "b")
     step(service, NAMES[0], 0)
     before = weights(service, NAMES[0])
-    with pytest.raises(DataError, match="is of another LoRA"):
+    with pytest.raises(DataError, match="has another LoRA rank or targets"):
         service.load(NAMES[1], state, True)
     with pytest.raises(DataError, match="has no optimizer state"):
         service.load(NAMES[0], sampler, True)
@@ -180,11 +180,11 @@ def test_a_load_that_fails_changes_nothing(service: TrainingService, built: Buil
         service.load(NAMES[0], replace(state, name="c"), True)
     damaged = built.store.path(state) / "adapter_model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is corrupted"):
         service.load(NAMES[0], state, True)
     with pytest.raises(CheckpointError):
         service.create(NAMES[2], LORA, state, True)
-    with pytest.raises(DataError, match="has ended"):
+    with pytest.raises(DataError, match="is closed; create a new client"):
         service.optim_step(NAMES[2], ADAM)
     with pytest.raises(DataError, match="exists; choose another name"):
         save(service, NAMES[0], "weights", "a")

@@ -23,7 +23,14 @@ from runner.inference.torch_engine import TorchEngine
 from runner.interfaces import Request, Rollout
 from runner.spec.evaluation import EvaluationConfig
 from runner.spec.registry import default_registry
-from runner.tools.evaluate import _tensors, append_evaluation, paired_difference, question_scores, unique_keys
+from runner.tools.evaluate import (
+    _tensors,
+    append_evaluation,
+    paired_difference,
+    question_scores,
+    sets_of_run,
+    unique_keys,
+)
 from runner.trainer.evaluation_metrics import t_quantile
 from runner.weight_sync.weight_checksum import weights_digest
 from tests import command
@@ -49,7 +56,12 @@ def test_a_runs_own_held_out_rows_have_the_numbers_of_training(work: Path) -> No
     out = command.run("eval", "latest", cwd=work)
     last = json.loads((work / "outputs/latest/metrics.jsonl").read_text().splitlines()[-1])
     [values] = results(work)["sets"]["held_out"]["values"].values()
-    assert values["exact_match"] == last["eval/exact_match"] and "8 new answers, 0 from earlier evaluations" in out
+    assert values["exact_match"] == last["eval/exact_match"] and "8 new completions, 0 cached" in out
+
+
+def test_a_run_that_held_nothing_out_is_told_to_name_sets() -> None:
+    with pytest.raises(SpecError, match=r"type '\+evaluation=\[gsm8k\]', or '\+evaluation\.sets\.NAME=\{data: "):
+        sets_of_run(compose_job(["model=tiny", "data=file", "data.path=a.jsonl", "steps=2", "evaluation.every=0"]).spec)
 
 
 def test_models_are_compared_and_run_report_and_run_diff_show_it(work: Path) -> None:
@@ -68,14 +80,14 @@ def test_models_are_compared_and_run_report_and_run_diff_show_it(work: Path) -> 
     ]
     words = [word.replace("latest/export", "outputs/latest/export") for word in words]
     out = command.run(*words, cwd=work)
-    assert out.count("12 new answers, 0 from earlier evaluations") == 4, "two models, two sets"
-    assert out.count("0 new answers, 12 from earlier evaluations") == 2, "an export has the weights of its run"
+    assert out.count("12 new completions, 0 cached") == 4, "two models, two sets"
+    assert out.count("0 new completions, 12 cached") == 2, "an export has the weights of its run"
     assert "pass@2" in out and f" − {first.name}" in out
     record = results(work)["sets"]["format"]
     assert record["limit"] == 6 and record["data"]["task"] == "format"
     assert all(one["questions"] == 6 and "difference_ci_low" in one for one in record["differences"].values())
     again = command.run(*words[:-1], "3", cwd=work)
-    assert again.count("6 new answers, 12 from earlier evaluations") == 4, "the third answer to each question"
+    assert again.count("6 new completions, 12 cached") == 4, "the third answer to each question"
     page = (max((work / "outputs/eval").glob("2*")) / "report.html").read_text()
     assert "<h2>sort</h2>" in page and "reward/mean" in page
     command.run("report", "latest", cwd=work)

@@ -136,7 +136,7 @@ class RayLauncher(RayConnection):
                 is_printed = True
                 say(f"waiting  at most {FREE_S:g} s: {self._shortage()}")
             if self.free is not None and waited > FREE_S:
-                raise EnvironmentProblem(f"{self._shortage()}; `ray status` lists who uses the rest: try again later")
+                raise EnvironmentProblem(f"{self._shortage()}; `ray status` lists what is in use: try again later")
             if waited > FREE_S + ACTOR_START_S:
                 text = f"{what} are reserved, but the actors did not start within {ACTOR_START_S:g} s"
                 raise DeadlineExceeded(f"{self.where}: {text}")

@@ -25,7 +25,7 @@ from runner.model.causal_lm import CausalLM
 from runner.model.config import HfConfig, ModelConfig
 from runner.model.hf import translate_errors
 from runner.model.initial_weights import DTYPES, quantize_layers
-from runner.model.model_folder import adapter_base, is_adapter
+from runner.model.model_folder import adapter_base, is_adapter, is_hub_id
 from runner.model.peft_adapter import attach_adapter
 from runner.model.transformers_model import TransformersModel
 from runner.model.value_head import PolicyWithValueHead, ScalarHeadModel
@@ -92,9 +92,11 @@ def _read_config(path: str, revision: str | None, local: bool) -> Any:
             return AutoConfig.from_pretrained(path, revision=revision, local_files_only=local, trust_remote_code=False)
     except EnvironmentProblem as error:
         reason = str(error).partition("\n")[0].removeprefix(f"{path} cannot be loaded: ")
+        reason = reason if Path(path).exists() or is_hub_id(path) else "no such folder"
         raise EnvironmentProblem(
             f"the shape of {path} is not known here: {reason}\n"
-            "  type model.path=FOLDER with its config.json (the weights are not read)"
+            "  type model.path=FOLDER with its config.json (the weights are not read), "
+            f"or a known hub id such as {next(iter(KNOWN_MODELS))}"
         ) from error
 
 

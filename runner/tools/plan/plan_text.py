@@ -24,6 +24,7 @@ from runner.tools.plan.rank_layout import StepPhase
 from runner.tools.plan.remedies import Advice
 from runner.tools.plan.rollout_memory import EngineMemory, SamplerDevices
 from runner.tools.plan.traffic import matmul_precision, peak_flops
+from runner.tracker.text import format_rate
 
 FORMAT = 2  # of the JSON; grows when a field changes its meaning or goes
 FITS = {"fits": "it fits", "may fit": "it may fit", "does not fit": "it does not fit"}
@@ -72,7 +73,7 @@ def image_lines(shape: Any) -> Iterator[str]:
         size = f"1 for {side} x {side} pixels, so that 1024 x 1024 are {round(1024 / side) ** 2}"
     elif most := getattr(shape, "image_seq_length", None):
         size = f"{most} for a tile of {vision.image_size[0]} x {vision.image_size[1]} pixels"
-    yield f"images   tokens of an image: {size}; each takes {1 + PATCHES_PER_PLACE} of algorithm.micro_batch_tokens"
+    yield f"images   tokens of an image: {size}; each counts as {1 + PATCHES_PER_PLACE} tokens of micro_batch_tokens"
     yield "note     not counted: the vision part's activations and operations, as a plan reads no images"
 
 
@@ -105,7 +106,7 @@ def _models(spec: JobSpec, plan: Estimate) -> str:
     name = spec.model.source or spec.model.name
     adapter = "full fine-tuning" if spec.adapter.trains_base else f"adapter={spec.adapter.name}"
     first = next(iter(plan.models.values()))
-    numbers = f"{first.total / 1e9:.2f} billion parameters, {first.all.trained / 1e6:.1f} million trainable"
+    numbers = f"{format_rate(first.total)} parameters, {format_rate(first.all.trained)} trainable"
     roles = "" if len(plan.models) == 1 else f", one model each for {' and '.join(plan.models)}"
     return f"{name}, {adapter} ({numbers}{roles})"
 
@@ -233,7 +234,7 @@ def _tera(flops: float) -> str:
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f}" if num_bytes < 100 * GIB else f"{num_bytes / GIB:.0f}"
+    return f"{(gib := num_bytes / GIB):.{4 if gib < 0.1 else 2 if gib < 100 else 0}f}"
 
 
 WIDEST = 16  # ranks in a row that are drawn one by one

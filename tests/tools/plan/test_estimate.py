@@ -441,6 +441,7 @@ def test_the_verb_plans_a_model_that_is_not_here(command: Any) -> None:
         (("--card", "910A"), "no card named '910A'; known cards: 910B,"),
         (("--card", "H100"), "H100 is a card of device=cuda, but the job has device=npu"),
         (("model.path=nobody/nothing",), "the shape of nobody/nothing is not known here"),
+        (("model.path=/models/gone",), "the shape of /models/gone is not known here: no such folder\n"),
     ],
 )
 def test_a_question_that_has_no_answer_is_refused(command: Any, words: tuple[str, ...], said: str) -> None:

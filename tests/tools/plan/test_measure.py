@@ -60,7 +60,7 @@ def test_a_vision_part_is_frozen_and_no_token_pays_for_it(compose: Any) -> None:
         3 * 2 * got.flops.vision.frozen
     )
     text = " ".join(image_lines(shape))
-    assert "1 for 28 x 28 pixels, so that 1024 x 1024 are 1369; each takes 5 of algorithm.micro_batch_tokens" in text
+    assert "1 for 28 x 28 pixels, so that 1024 x 1024 are 1369; each counts as 5 tokens of micro_batch_tokens" in text
     assert not list(image_lines(published_config("Qwen/Qwen2.5-7B")[0]))
 
 
