@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
-from mcp_types import CONNECTION_CLOSED
+from mcp.types import CONNECTION_CLOSED
 
 from runner.user_code.worker import EpisodeError, first_cause
 

@@ -101,9 +101,9 @@ def _run_command(
 
 
 def _read_output(process: ChildProcess, check: Check, output: CapturedOutput) -> bytes:
-    """The last line on stdout, which is the result where it is JSON. Raises EpisodeFailure for one above RESULT_BYTES.
+    """The last line on stdout, which is the result where it is JSON.
 
-    All else that is printed goes to `output`.
+    All else that is printed goes to `output`. Raises EpisodeFailure for a last line above RESULT_BYTES.
     """
     assert process.stdout is not None and process.stderr is not None
     stdout = process.stdout.fileno()

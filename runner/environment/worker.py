@@ -155,7 +155,7 @@ class UserEpisode:
         ended = iter(await asyncio.gather(*pending, return_exceptions=True))
         values = [next(ended) if inspect.isawaitable(value) else value for value in begun]
         for value in values:
-            if getattr(value, "ends_episode", False):  # an EpisodeError; the user's file imports this package anew
+            if getattr(value, "ends_episode", False):  # an EpisodeError: the user's file has its own copy of the class
                 raise value
         return [
             (f"error: {first_cause(v)}", True) if isinstance(v, BaseException) else (_text(v), False) for v in values

@@ -31,7 +31,7 @@ def test_it_needs_a_run_and_an_environment(tmp_path: Path, capfd: pytest.Capture
 
 def test_what_cannot_be_read_or_would_be_replaced_is_refused_before_anything_is_loaded(workdir: Path) -> None:
     job, folder = ["+recipe=sft_demo"], RunFolder(workdir)
-    with pytest.raises(EnvironmentProblem, match="vllm-ascend reads it of experts alone\n  type --quantize w8a8"):
+    with pytest.raises(EnvironmentProblem, match="vllm-ascend has it for expert layers only\n  type --quantize w8a8"):
         export(folder, compose_job([*job, "device=npu"]).spec, "last", None, other=HERE, quantize="w4a16")
     (workdir / "small-w8a8").mkdir()
     (workdir / "small-w8a8" / "mine").touch()

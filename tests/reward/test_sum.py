@@ -194,11 +194,12 @@ def test_what_was_built_is_closed_when_a_later_part_cannot_be(tmp_path: Path) ->
     with pytest.raises(SpecError, match=r"reward\.parts\[1\]\.path: .*no_such_package"):
         made(SumConfig(parts=paths))  # a process left over is a ResourceWarning, and that an error
     with pytest.raises(EnvironmentProblem, match="strict"):
-        made(SumConfig(parts=paths[:1]), decide=_refusing)
+        made(SumConfig(parts=paths[:1]), decide=Refusing(strict=True))
 
 
-def _refusing(feature: str, wanted: str, got: str, reason: str) -> None:
-    Decisions(strict=True)(feature, wanted, got + "!", reason)
+class Refusing(Decisions):
+    def __call__(self, feature: str, wanted: str, got: str, reason: str) -> None:
+        super().__call__(feature, wanted, got + "!", reason)
 
 
 def test_the_errors_of_all_parts_come_together(tmp_path: Path) -> None:
