@@ -21,8 +21,9 @@ def share_right(model: Any, prompts: list[list[int]], wanted: list[str]) -> floa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_it_counts_and_names_what_the_pixels_show(tmp_path: Path) -> None:
-    printed = run("+recipe=vision_demo", "evaluation.every=0", "tracker=none", cwd=tmp_path)
+    printed = run("+recipe=vision_demo", "evaluation.every=0", "tracker=none", cwd=tmp_path, timeout_s=600)
     assert 'run infer latest --image FILE "which shapes?"' in printed
     export = tmp_path / "outputs" / "latest" / "export"
     loaded = load_source(parse_source(str(export)))
