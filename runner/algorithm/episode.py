@@ -15,6 +15,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, compress
+from operator import sub
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -72,7 +74,8 @@ class Episode:
         self.mask += [1.0] * len(rollout.ids)
         raw = rollout.raw_logprobs or (math.nan,) * len(rollout.ids)
         self.logprobs += raw
-        self.truncation += math.fsum(q - p for q, p in zip(rollout.logprobs, raw, strict=True))
+        if rollout.logprobs != raw:
+            self.truncation += math.fsum(map(sub, rollout.logprobs, raw))
         self.messages.append({"role": "assistant", "content": text})
         self.text, self.finish = text, rollout.finish
         self.version = rollout.version if len(self.messages) == 1 else min(self.version, rollout.version)
@@ -96,7 +99,7 @@ class Episode:
     def completion(self, step: int) -> Completion:
         """The episode as a reward sees it after `step` steps."""
         rows = (*self.extra_rows, self)
-        own = tuple(i for row in rows for i, mine in zip(row.ids, row.mask, strict=True) if mine)
+        own = tuple(chain.from_iterable(compress(row.ids, row.mask) for row in rows))
         messages = None if self.prompt.messages is None else (*self.prompt.messages, *self.messages)
         return Completion(self.prompt, own, self.text, self.finish, messages, step, self.result)
 

@@ -296,7 +296,7 @@ def add_aggregation_weights(config: PolicyConfig, part: Batch, max_length: float
     """
     mask, row = part.tokens["weight"], episode_of_tokens(part)
     tree = part.rows["tree"][row]
-    rows, prompts = (int(one[mask != 0].unique().numel()) for one in (row, tree))
+    rows, prompts = (int(one[mask != 0].bincount().count_nonzero()) for one in (row, tree))
     totals = {**part.count(), "rows": rows, "prompts": prompts}
     offered = {
         "mask": lambda: mask,
