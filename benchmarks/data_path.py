@@ -5,16 +5,20 @@
 
 One process plays a rank of a job of so many ranks: of each step it takes the rows, makes the batch with its totals and
 counts its operations, as every rank does, and lays out its own micro-batches. The global batch is the same for any
-number of ranks. The cache is written with random rows and read as by a job; its first steps are not counted.
+number of ranks. The cache is written with random rows and read as by a job; its first steps are not counted. The rows
+of --kind grpo are random answers, 16 to a prompt: a rank pickles its own and reads those of all; nothing is sampled.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +28,20 @@ import pyarrow as pa
 import torch
 
 from runner.algorithm.config import SftConfig
+from runner.algorithm.policy.config import GrpoConfig
+from runner.algorithm.policy.policy_gradient import build as build_policy
 from runner.algorithm.preference.config import DpoConfig
 from runner.algorithm.preference.learning import build_dpo
 from runner.algorithm.sft import build
+from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.data.dataset import PROMPTS_WITH_ANSWERS, ROWS, TokenizedData, Write, load_or_build
 from runner.data.sampling_order import ProportionalOrder, RefillOrders
 from runner.distributed.work_partition import SingleProcess, shard_batch
+from runner.interfaces import Completion, Prompt, Request, Rollout
+from runner.interfaces.learning import AlgorithmInputs
 from runner.model.flops import MatmulWeights, ModelFlops
+from runner.model.tiny import byte_tokenizer
 
 BUDGET = 8192  # tokens of a micro-batch
 FLOPS = ModelFlops(MatmulWeights(trained=1e9), ((None, 1024),))
@@ -79,6 +89,48 @@ class Scored:
         return {"logprobs": torch.zeros(batch.num_tokens)}
 
 
+class Prompts:
+    """The same prompts in every step."""
+
+    def take(self, step: int, count: int, round: int = 0) -> list[Prompt]:
+        """`count` prompts of 128 tokens."""
+        return [Prompt((97,) * 128, "a" * 128)] * count
+
+
+class OtherRanks:
+    """Stands for the samplers of all ranks: this one pickles its own answers, and unpickles everybody's."""
+
+    temperature, max_model_len = 1.0, None
+
+    def __init__(self, count: int, longest: int, ranks: int) -> None:
+        random = np.random.default_rng(0)
+        self.max_new_tokens, self.answers = longest, list[Rollout]()
+        for length in random.integers(64, longest + 1, count).tolist():
+            logprobs = tuple(random.standard_normal(length).tolist())
+            self.answers.append(Rollout((97,) * length, logprobs, logprobs, 0, "stop"))
+        self.own, self.sent = self.answers[: len(self.answers) // ranks], pickle.dumps(self.answers)
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+        """The answers as another process would have sent them."""
+        pickle.dumps(self.own)
+        return list(pickle.loads(self.sent))
+
+
+class LengthReward:
+    """1 for an answer of an even number of tokens, else 0."""
+
+    def score(self, groups: Sequence[Sequence[Completion]]) -> list[list[float]]:
+        """See `Reward`."""
+        return [[1.0 - len(one.ids) % 2 for one in group] for group in groups]
+
+
+def make_policy(rows: int, longest: int, ranks: int) -> Any:
+    """GRPO that learns `rows` answers in each step."""
+    config, sampler = GrpoConfig(batch_size=rows // 16, group_size=16, kl_coef=0), OtherRanks(rows, longest, ranks)
+    parts: Any = {"data": Prompts(), "tokenizer": byte_tokenizer(8192), "sampler": sampler, "reward": LengthReward()}
+    return build_policy(config, AlgorithmInputs(seed=0, decide=Decisions(), **parts))
+
+
 def run_step(algorithm: Any, step: int, peers: SingleProcess) -> int:
     """What a rank does with the rows of a step; returns the tokens of the global batch."""
     tokens = 0
@@ -90,12 +142,16 @@ def run_step(algorithm: Any, step: int, peers: SingleProcess) -> int:
     return tokens
 
 
-def measure(data: TokenizedData, kind: str, batch_size: int, ranks: int, steps: int) -> float:
-    """Nanoseconds of processor time for a token of the global batch, on the middle one of the ranks."""
+def make_algorithm(kind: str, data: TokenizedData, batch_size: int, ranks: int) -> Any:
+    """SFT or DPO over the data; ranks: unused, since all of them read the same cache."""
     inputs: Any = SimpleNamespace(data=data)
     maker: Any = (build_dpo, DpoConfig) if kind == "pairs" else (build, SftConfig)
-    algorithm, peers = maker[0](maker[1](batch_size=batch_size), inputs), OneOf(ranks // 2, ranks)
-    found = []
+    return maker[0](maker[1](batch_size=batch_size), inputs)
+
+
+def measure(algorithm: Any, ranks: int, steps: int) -> float:
+    """Nanoseconds of processor time for a token of the global batch, on the middle one of the ranks."""
+    peers, found = OneOf(ranks // 2, ranks), []
     for step in range(steps + 2):
         begin = time.process_time_ns()
         tokens = run_step(algorithm, step, peers)
@@ -113,7 +169,7 @@ def main() -> None:
     """Print the figures of 1, 8 and --ranks ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--kind", choices=("sft", "pairs"), default="sft")
+    parser.add_argument("--kind", choices=("sft", "pairs", "grpo"), default="sft")
     parser.add_argument("--batch-size", type=int, default=1024, help="rows of a step")
     parser.add_argument("--rows", type=int, help="rows of the cache; four steps if not given")
     parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest row; the shortest has 64")
@@ -122,9 +178,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        data = make_data(Path(folder), args.kind, args.rows or 4 * args.batch_size, args.longest)
+        make = partial(make_policy, args.batch_size, args.longest)
+        if args.kind != "grpo":
+            data = make_data(Path(folder), args.kind, args.rows or 4 * args.batch_size, args.longest)
+            make = partial(make_algorithm, args.kind, data, args.batch_size)
         found = {
-            ranks: round(measure(data, args.kind, args.batch_size, ranks, args.steps), 2)
+            ranks: round(measure(make(ranks), ranks, args.steps), 2)
             for ranks in sorted({1, min(8, args.ranks), args.ranks})
         }
     own_mb = private_mb()

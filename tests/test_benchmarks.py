@@ -41,6 +41,7 @@ def test_how_many_standard_errors_two_arms_lie_apart(a: list[float], b: list[flo
         "saving.py --quick --rounds 1",
         "tokenizing.py --rows 60 --rounds 1",
         "data_path.py --ranks 8 --batch-size 16 --longest 256 --steps 1",
+        "data_path.py --kind grpo --ranks 2 --batch-size 16 --longest 256 --steps 1",
         "start.py --only typo --rounds 1",
         "plan.py full",
         "tinker.py --rows 2 --tokens 8 --rounds 1 --steps 2",
