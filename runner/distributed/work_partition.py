@@ -163,6 +163,12 @@ class AllReduceGradients:
 
     peers: RankCollectives
 
+    def begin_backward(self, is_last: bool) -> None:
+        """Do nothing."""
+
+    def discard(self) -> None:
+        """Do nothing."""
+
     def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `GradientReducer`."""
         if self.peers.size > 1:

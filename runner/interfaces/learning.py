@@ -56,7 +56,13 @@ class RankCollectives(Protocol):
 
 
 class GradientReducer(Protocol):
-    """Combines the ranks' gradients of a model into those of one process. Both methods are collective."""
+    """Combines the ranks' gradients into those of one process. Its last two methods are collective."""
+
+    # before each backward pass of a mini-batch
+    def begin_backward(self, is_last: bool) -> None: ...
+
+    # drop what the backward passes of an unfinished mini-batch have left
+    def discard(self) -> None: ...
 
     # add what other ranks found, in place, of the parameters that learn, in the same order on all ranks
     def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None: ...

@@ -165,8 +165,10 @@ class FsdpRoot(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        # whether a sharded layer's weights are freed between its forward and its backward pass
-        self.reshard_after_forward = True
+        # the sharded parts whose weights are freed between their forward and their backward pass
+        self.resharded: frozenset[Any] = frozenset()
+        # whether only the last backward pass of a mini-batch sums gradients over the ranks
+        self.accumulates_gradients = False
         # undoes for a while what cuts the layers
         self.join_context: Callable[[], AbstractContextManager[None]] = nullcontext
         self._inside = 0
@@ -196,6 +198,18 @@ class FsdpRoot(nn.Module):
 
             torch_compat.reset_iteration_state(self)
 
+    def begin_backward(self, is_last: bool) -> None:
+        """Let the next backward pass sum gradients over the ranks, or keep them until the last one."""
+        if self.accumulates_gradients and isinstance(self, FSDPModule):
+            self.set_requires_gradient_sync(is_last)
+
+    def discard_gradients(self) -> None:
+        """Drop gradients that no backward pass has summed over the ranks."""
+        if self.accumulates_gradients:
+            from runner.core import torch_compat
+
+            torch_compat.discard_unsharded_gradients(self)
+
     @contextmanager
     def summon_full_params(self) -> Iterator[None]:
         """The whole model on every rank inside the block, for passes without gradient.
@@ -216,7 +230,7 @@ class FsdpRoot(nn.Module):
             if parts:
                 self._reset_fsdp_iteration()
             for part in parts:
-                _set_reshard_after_forward(part, self.reshard_after_forward and not isinstance(part, FsdpRoot))
+                _set_reshard_after_forward(part, part in self.resharded)
 
 
 def _set_reshard_after_forward(part: FSDPModule, value: bool) -> None:

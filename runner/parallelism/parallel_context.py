@@ -34,7 +34,8 @@ class MeshGradientReducer:
     """Sums gradients over the ranks of a mesh.
 
     copies: ranks with the same weights; experts: ranks with the same experts; stages: ranks of all pipeline stages;
-    ends: the first and the last stage, on both; stage: that of this rank; device: where it computes.
+    ends: the first and the last stage, on both; stage: that of this rank; device: where it computes; root: the model's
+    `whole`.
     """
 
     copies: RankCollectives
@@ -43,6 +44,15 @@ class MeshGradientReducer:
     ends: RankCollectives
     stage: PipelineStage
     device: torch.device
+    root: Any
+
+    def begin_backward(self, is_last: bool) -> None:
+        """See `GradientReducer`."""
+        self.root.begin_backward(is_last)
+
+    def discard(self) -> None:
+        """See `GradientReducer`."""
+        self.root.discard_gradients()
 
     def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `GradientReducer`."""
@@ -150,7 +160,8 @@ class ParallelContext:
             experts = self._peers(self.groups.by_name["expert_copies"])
         if self.groups is not None and self.mesh.pp > 1:
             stages, ends = (self._peers(self.groups.by_name[name]) for name in ("pp", "ends"))
-        return MeshGradientReducer(self.replica_peers, experts, stages, ends, model.stage, self.device.torch_device)
+        peers = self.replica_peers, experts, stages, ends
+        return MeshGradientReducer(*peers, model.stage, self.device.torch_device, model.whole)
 
     def _peers(self, group: Any) -> RankCollectives:
         """The collectives of a group; of a single process if this rank is not in it."""

@@ -157,6 +157,7 @@ class LocalLearner:
                 found = self._accumulate(batch, loss, keep)
         except BaseException:
             self.optimizer.zero_grad(set_to_none=True)
+            self._gradients.discard()
             for parameter, gradient in earlier:
                 parameter.grad = gradient
             raise
@@ -174,8 +175,10 @@ class LocalLearner:
         metrics, total = Metrics(), torch.zeros((), device=self._device)
         kept: list[Outputs] = []
         self._report_few_micro_batches(len(micros))
-        for turn in self._stage.schedule(len(micros)):
+        turns = self._stage.schedule(len(micros))
+        for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
             if turn.backward:
+                self._gradients.begin_backward(left == 0)
                 self._backward(waiting.pop(turn[:2]))
                 continue
             self._stage.begin_op(turn)
