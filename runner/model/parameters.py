@@ -198,18 +198,6 @@ class FsdpRoot(nn.Module):
 
             torch_compat.reset_iteration_state(self)
 
-    def begin_backward(self, is_last: bool) -> None:
-        """Let the next backward pass sum gradients over the ranks, or keep them until the last one."""
-        if self.accumulates_gradients and isinstance(self, FSDPModule):
-            self.set_requires_gradient_sync(is_last)
-
-    def discard_gradients(self) -> None:
-        """Drop gradients that no backward pass has summed over the ranks."""
-        if self.accumulates_gradients:
-            from runner.core import torch_compat
-
-            torch_compat.discard_unsharded_gradients(self)
-
     @contextmanager
     def summon_full_params(self) -> Iterator[None]:
         """The whole model on every rank inside the block, for passes without gradient.

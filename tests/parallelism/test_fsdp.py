@@ -17,7 +17,8 @@ from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack
 from runner.core.tolerance import tolerance_of
 from runner.distributed import dtensor_utils
-from runner.distributed.work_partition import SINGLE_PROCESS, sum_gradients
+from runner.distributed.gradient_sums import sum_gradients
+from runner.distributed.work_partition import SINGLE_PROCESS
 from runner.interfaces import RankCollectives
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
