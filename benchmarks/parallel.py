@@ -93,7 +93,7 @@ def batch(step: int) -> Batch:
 def learner(spec: JobSpec, world: ParallelContext) -> LocalLearner:
     """The job's model with its optimizer, spread as `world` says."""
     decide = Decisions()
-    model = build_model(spec, build_tokenizer(spec), world.device, decide, world=world)
+    model = build_model(spec, build_tokenizer(spec, decide), world.device, decide, world=world)
     if world.place.size == 1 and world.groups is not None:  # an only rank, whose model is built as that of one process
         world.shard(model, decide)
     return build_learner(spec, "policy", model, world.device, world, decide)

@@ -158,6 +158,16 @@ def _param_groups(part: FSDPModule) -> list[Any]:
     return [one for one in found if one is not None]
 
 
+def discard_unsharded_gradients(root: torch.nn.Module) -> None:
+    """Drop the gradients of sharded modules that are not reduced yet."""
+    for part in root.modules():
+        for group in _param_groups(part) if isinstance(part, FSDPModule) else ():
+            for one in group.fsdp_params:
+                one.unsharded_accumulated_grad = None
+                if hasattr(one, "_unsharded_param"):
+                    one._unsharded_param.grad = None
+
+
 def _fill_missing_gradients(group: Any, post_backward: Any, *unused: Any) -> None:
     """Fill missing gradients of this rank with zeros before they are summed."""
     for one in group.fsdp_params if group.reduce_grads else ():

@@ -20,12 +20,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from runner.core.batch import Batch, ranges, select_units, unit_spans
 from runner.core.errors import OutOfMemory, RunnerError
 from runner.core.micro_batches import footprints, pack_units, split_units
-from runner.distributed.dtensor_utils import is_reduced_in_backward, local_tensor, total_norm
 from runner.interfaces import Outputs, PipelineStage, RankCollectives, Request
 from runner.interfaces.learning import PipelineOp
 
@@ -48,6 +47,10 @@ class SingleProcess:
 
     def all_reduce_(self, tensors: Sequence[Tensor]) -> None:
         """Do nothing."""
+
+    def start_all_reduce(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Do nothing."""
+        return lambda: None
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Do nothing."""
@@ -132,45 +135,6 @@ def run_on_all(peers: RankCollectives, work: Callable[[], object]) -> None:
         return [None]
 
     run_partitioned(peers, range(peers.size), mine)
-
-
-def sum_gradients(parameters: Sequence[nn.Parameter], peers: RankCollectives) -> None:
-    """Sum the ranks' gradients in place; those of sharded parameters were summed in the backward pass."""
-    add_gradients([p for p in parameters if not is_reduced_in_backward(p)], peers)
-
-
-def add_gradients(parameters: Sequence[nn.Parameter], peers: RankCollectives) -> None:
-    """Sum the ranks' gradients of their local parts of the parameters, in place."""
-    peers.all_reduce_([local_tensor(p.grad) for p in fill_missing_gradients(parameters, peers) if p.grad is not None])
-
-
-def fill_missing_gradients(parameters: Sequence[nn.Parameter], peers: RankCollectives) -> list[nn.Parameter]:
-    """The parameters with a gradient on some rank; missing gradients of the other ranks become zero.
-
-    A parameter without a gradient on any rank keeps none, so the optimizer skips it as in one process.
-    """
-    ranks = peers.all_gather([p.grad is not None for p in parameters])
-    found = [p for p, *had in zip(parameters, *ranks, strict=True) if any(had)]
-    for parameter in found:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class AllReduceGradients:
-    """The gradients of a model that is replicated on these ranks, or sharded over all of them."""
-
-    peers: RankCollectives
-
-    def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `GradientReducer`."""
-        if self.peers.size > 1:
-            sum_gradients(parameters, self.peers)
-
-    def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """See `GradientReducer`."""
-        return total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 class SingleStage:

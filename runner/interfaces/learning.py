@@ -6,6 +6,7 @@ Legend: N rows, T tokens, S of them (see `runner.core.batch`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -51,17 +52,23 @@ class RankCollectives(Protocol):
     # in place, on their device; all ranks give the same shapes and data types; half precision is added in float32
     def all_reduce_(self, tensors: Sequence[Tensor]) -> None: ...
 
+    # begins the same of tensors of one data type, which must not change before what it returns has ended it
+    def start_all_reduce(self, tensors: Sequence[Tensor]) -> Callable[[], None]: ...
+
     # in place, on its device: becomes the first rank's, byte for byte; all give the same shape and type, contiguous
     def broadcast_(self, tensor: Tensor) -> None: ...
 
 
 class GradientReducer(Protocol):
-    """Combines the ranks' gradients of a model into those of one process. Both methods are collective."""
+    """Combines the ranks' gradients into those of one process."""
 
-    # add what other ranks found, in place, of the parameters that learn, in the same order on all ranks
-    def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None: ...
+    # a block with a backward pass of a mini-batch; the last one also adds what other ranks found, in place: collective
+    def backward(self, parameters: Sequence[nn.Parameter], is_last: bool) -> AbstractContextManager[None]: ...
 
-    # the 2-norm of all gradients together, float32 [], equal on all ranks
+    # drop what the backward passes of an unfinished mini-batch have left
+    def discard(self) -> None: ...
+
+    # the 2-norm of all gradients together, float32 [], equal on all ranks: collective
     def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor: ...
 
 

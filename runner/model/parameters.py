@@ -165,8 +165,10 @@ class FsdpRoot(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        # whether a sharded layer's weights are freed between its forward and its backward pass
-        self.reshard_after_forward = True
+        # the sharded parts whose weights are freed between their forward and their backward pass
+        self.resharded: frozenset[Any] = frozenset()
+        # whether only the last backward pass of a mini-batch sums gradients over the ranks
+        self.accumulates_gradients = False
         # undoes for a while what cuts the layers
         self.join_context: Callable[[], AbstractContextManager[None]] = nullcontext
         self._inside = 0
@@ -216,7 +218,7 @@ class FsdpRoot(nn.Module):
             if parts:
                 self._reset_fsdp_iteration()
             for part in parts:
-                _set_reshard_after_forward(part, self.reshard_after_forward and not isinstance(part, FsdpRoot))
+                _set_reshard_after_forward(part, part in self.resharded)
 
 
 def _set_reshard_after_forward(part: FSDPModule, value: bool) -> None:

@@ -6,82 +6,26 @@ backward ──▶ a part on each rank ──summed over the replicas of the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
+from torch import distributed
 
 from runner.core.device_kinds import find_kind
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.core.rank_info import RENDEZVOUS_VARIABLES, RankInfo
-from runner.distributed.dtensor_utils import is_expert_sharded, is_reduced_in_backward, local_tensor, total_norm
-from runner.distributed.work_partition import SINGLE_PROCESS, add_gradients, fill_missing_gradients
-from runner.interfaces import Decide, Device, GradientReducer, PipelineStage, RankCollectives, TrainableModel
+from runner.distributed.gradient_sums import MeshGradientReducer
+from runner.distributed.work_partition import SINGLE_PROCESS
+from runner.interfaces import Decide, Device, GradientReducer, RankCollectives, TrainableModel
 from runner.parallelism.config import DdpConfig, MeshConfig, MultiProcessConfig, ParallelismConfig
 from runner.parallelism.mesh import Mesh, model_sizes
 
 if TYPE_CHECKING:  # one process needs nothing of what joins several
     from runner.parallelism.process_groups import MeshGroups
-
-
-@dataclass(frozen=True, slots=True)
-class MeshGradientReducer:
-    """Sums gradients over the ranks of a mesh.
-
-    copies: ranks with the same weights; experts: ranks with the same experts; stages: ranks of all pipeline stages;
-    ends: the first and the last stage, on both; stage: that of this rank; device: where it computes.
-    """
-
-    copies: RankCollectives
-    experts: RankCollectives
-    stages: RankCollectives
-    ends: RankCollectives
-    stage: PipelineStage
-    device: torch.device
-
-    def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `GradientReducer`."""
-        several = self.copies.size > 1 or self.experts.size > 1
-        replicated = [p for p in parameters if several and not is_reduced_in_backward(p)]
-        found = fill_missing_gradients(replicated, self.copies)
-        for peers, is_expert in ((self.copies, False), (self.experts, True)):
-            own = [p.grad for p in found if is_expert_sharded(p) is is_expert]
-            peers.all_reduce_([local_tensor(grad) for grad in own if grad is not None])
-        tied = {id(one) for one in self.stage.tied_parameters()}
-        if both := [p for p in parameters if id(p) in tied]:
-            add_gradients(both, self.ends)
-
-    def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """See `GradientReducer`."""
-        if self.stages is SINGLE_PROCESS:
-            return total_norm([p.grad for p in parameters if p.grad is not None])
-        return self._norm_of_stages(parameters)
-
-    def _norm_of_stages(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """The total norm from the norm of each gradient, in the order of parameters.
-
-        It is bit for bit that of one process, except for shards, of which each stage adds the sum of squares.
-        """
-        count = len(parameters)
-        dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-        # norms, whether there is one, sum of squares
-        norms = torch.zeros(2 * count + 1, dtype=dtype, device=self.device)
-        # counted by the first stage
-        counted = {id(one) for one in self.stage.tied_parameters()} if self.stages.rank else set()
-        mine = [p.grad if id(p) not in counted else None for p in parameters]
-        for place, gradient in enumerate(mine):
-            if gradient is not None and not isinstance(gradient, DTensor):
-                norms[place], norms[count + place] = total_norm([gradient]), 1
-        if pieces := [gradient for gradient in mine if isinstance(gradient, DTensor)]:
-            norms[-1] = total_norm(pieces).to(dtype).square()
-        self.stages.all_reduce_([norms])
-        whole = torch.linalg.vector_norm(norms[:count][norms[count:-1] > 0])
-        return (whole.square() + norms[-1]).sqrt() if norms[-1] else whole
 
 
 M = TypeVar("M", bound=TrainableModel)
@@ -150,7 +94,8 @@ class ParallelContext:
             experts = self._peers(self.groups.by_name["expert_copies"])
         if self.groups is not None and self.mesh.pp > 1:
             stages, ends = (self._peers(self.groups.by_name[name]) for name in ("pp", "ends"))
-        return MeshGradientReducer(self.replica_peers, experts, stages, ends, model.stage, self.device.torch_device)
+        copies, device = self.replica_peers, self.device.torch_device
+        return MeshGradientReducer(copies, device, experts, stages, ends, model.stage, model.whole)
 
     def _peers(self, group: Any) -> RankCollectives:
         """The collectives of a group; of a single process if this rank is not in it."""

@@ -3,7 +3,7 @@
 Hidden states and gradients are sent between neighboring stages.
 
     world     ──for each set of mesh dimensions──▶ lists of ranks ──every rank creates each──▶ this rank's own group
-    gradients ──end to end──▶ buckets ──all-reduce, one in flight while the next is filled──▶ back in place
+    tensors   ──end to end──▶ buckets ──all-reduce, one in flight while the next is filled──▶ back in place
 
     stage 0 ──hidden──▶ stage 1 ──hidden──▶ stage 2        (──▶ stage 0, where stages have several runs of layers)
             ◀─gradient─         ◀─gradient─
@@ -30,11 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from runner.core.errors import DeadlineExceeded, RankLost
 from runner.core.rank_info import is_connection_loss
+from runner.distributed.gradient_sums import PendingSums, buckets_by_dtype
 from runner.interfaces import RankCollectives
 from runner.parallelism.mesh import DATA_DIMS, REPLICA_DIMS, Mesh, RankGroup, group_of_rank
 
 T = TypeVar("T")
-BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
 CHUNK_BYTES = 256 * 2**20  # well below the 2^31 of an index
 
 
@@ -59,17 +59,27 @@ class ProcessGroupCollectives:
         return [{name: one[name].to(tensor.device) for name, tensor in tensors.items()} for one in found]
 
     def all_reduce_(self, tensors: Sequence[Tensor]) -> None:
-        """See `RankCollectives`. Needs memory for two buckets; sums 16-bit numbers in float32."""
-        pending: list[tuple[Any, Tensor, Sequence[Tensor]]] = []
+        """See `RankCollectives`. Needs memory for two buckets."""
+        sums = PendingSums(self.start_all_reduce)
+        for bucket in buckets_by_dtype(tensors):
+            sums.add(bucket)
+        sums.finish()
+
+    def start_all_reduce(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """See `RankCollectives`. Sums 16-bit numbers in float32."""
         with self._translate_errors("summing"):
-            for bucket in buckets_by_dtype(tensors):
-                flat = torch.cat([one.reshape(-1) for one in bucket])
-                flat = flat.float() if flat.dtype.itemsize < 4 and flat.is_floating_point() else flat
-                pending.append((distributed.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
-                if len(pending) == 2:
-                    _copy_back(*pending.pop(0))
-            for one in pending:
-                _copy_back(*one)
+            flat = torch.cat([one.reshape(-1) for one in tensors])
+            flat = flat.float() if flat.dtype.itemsize < 4 and flat.is_floating_point() else flat
+            work = distributed.all_reduce(flat, group=self._group, async_op=True)
+
+        def finish() -> None:
+            with self._translate_errors("summing"):
+                work.wait()
+            parts = torch.split(flat, [one.numel() for one in tensors])
+            for one, part in zip(tensors, parts, strict=True):
+                one.copy_(part.view_as(one))
+
+        return finish
 
     def broadcast_(self, tensor: Tensor) -> None:
         """See `RankCollectives`. It is sent as signed bytes, which every backend supports."""
@@ -110,27 +120,6 @@ class PipelineCollectives(ProcessGroupCollectives):
         """See `RankCollectives`; other stages need no tensors."""
         found = self.all_gather({name: tensor.cpu() for name, tensor in tensors.items()})
         return [{name: tensor.to(self._device) for name, tensor in one.items()} for one in found]
-
-
-def buckets_by_dtype(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Consecutive tensors of one dtype, in buckets of at most BUCKET_BYTES or one tensor."""
-    held: list[Tensor] = []
-    for tensor in tensors:
-        filled = sum(one.nbytes for one in held)
-        if held and (held[0].dtype != tensor.dtype or filled + tensor.nbytes > BUCKET_BYTES):
-            yield held
-            held = []
-        held.append(tensor)
-    if held:
-        yield held
-
-
-def _copy_back(work: Any, flat: Tensor, bucket: Sequence[Tensor]) -> None:
-    """Wait for a sum and copy it back into its tensors."""
-    work.wait()
-    parts = torch.split(flat, [one.numel() for one in bucket])
-    for one, part in zip(bucket, parts, strict=True):
-        one.copy_(part.view_as(one))
 
 
 # dimensions in which a stage's weights are distributed; cp ranks are part of dp_shard

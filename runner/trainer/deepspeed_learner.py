@@ -28,7 +28,7 @@ class DeepSpeedLearner(LocalLearner):
         super().__init__(*arguments, **options)
         self._zero = zero
 
-    def _backward(self, total: Tensor) -> None:
+    def _backward(self, total: Tensor, is_last: bool) -> None:
         self._zero.backward(total)
 
     def _step_optimizer(self) -> Tensor:

@@ -1,7 +1,7 @@
 """The learner: one trained model behind three methods that hide how it is sharded from algorithms.
 
-    mini-batch ──partitioned──▶ a rank's micro-batches ──forward·backward──▶ gradients
-               gradients ──summed over ranks──▶ ──optim_step──▶ weights, the same on every rank
+    mini-batch ──partitioned──▶ a rank's micro-batches ──forward·backward──▶ gradients, summed over ranks in the last
+               gradients ──optim_step──▶ weights, the same on every rank
 
 Legend: N rows, T tokens. Gradients are summed. The loss has been divided by the total it means;
 nothing divides here.
@@ -25,10 +25,10 @@ from runner.core.metrics import Metrics
 from runner.core.micro_batches import footprints
 from runner.core.rng import derive_seed
 from runner.distributed.dtensor_utils import clip_grads_with_norm_, full_tensor
+from runner.distributed.gradient_sums import MeshGradientReducer
 from runner.distributed.work_partition import (
     SINGLE_PROCESS,
     SINGLE_STAGE,
-    AllReduceGradients,
     concat_outputs,
     drop_filler_outputs,
     map_sharded,
@@ -101,7 +101,7 @@ class LocalLearner:
         self.optimizer = optimizer
         self._lr, self._clip, self._factor = lr, clip_norm, factor
         self._budget, self._seed, self._device, self._prefix = budget, seed, device, prefix
-        self._peers, self._gradients, self._stage = peers, gradients or AllReduceGradients(peers), stage
+        self._peers, self._gradients, self._stage = peers, gradients or MeshGradientReducer(peers, device), stage
         self._drawing, self._during = drawing or peers, during
         with during():
             self._parameters = model.trainable()
@@ -144,7 +144,7 @@ class LocalLearner:
     def forward_backward(
         self, batch: Batch, loss: LossFn, keep: frozenset[str] = frozenset()
     ) -> tuple[Metrics, Outputs]:
-        """Add the gradient of this rank's part of a mini-batch; returns metrics and the outputs in `keep`.
+        """Add the gradient of a mini-batch, summed over ranks; returns metrics and the outputs in `keep`.
 
         Outputs are detached and cover the whole mini-batch. Raises TrainingDiverged, on all ranks, if the loss is not
         finite. Where it raises, gradients are as they were before.
@@ -157,6 +157,7 @@ class LocalLearner:
                 found = self._accumulate(batch, loss, keep)
         except BaseException:
             self.optimizer.zero_grad(set_to_none=True)
+            self._gradients.discard()
             for parameter, gradient in earlier:
                 parameter.grad = gradient
             raise
@@ -174,9 +175,10 @@ class LocalLearner:
         metrics, total = Metrics(), torch.zeros((), device=self._device)
         kept: list[Outputs] = []
         self._report_few_micro_batches(len(micros))
-        for turn in self._stage.schedule(len(micros)):
+        turns = self._stage.schedule(len(micros))
+        for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
             if turn.backward:
-                self._backward(waiting.pop(turn[:2]))
+                self._backward(waiting.pop(turn[:2]), is_last=left == 0)
                 continue
             self._stage.begin_op(turn)
             self._seed_dropout(turn.micro)
@@ -219,9 +221,10 @@ class LocalLearner:
         counts = None if self.model.routing is None else self.model.routing.pop_counts()
         return None if counts is None else counts.to_cpu()
 
-    def _backward(self, total: Tensor) -> None:
+    def _backward(self, total: Tensor, is_last: bool) -> None:
         """Add the gradient of a micro-batch, whose backward pass begins at `total`."""
-        total.backward()  # type: ignore[no-untyped-call]
+        with self._gradients.backward(list(self._parameters.values()), is_last):
+            total.backward()  # type: ignore[no-untyped-call]
 
     def _merge_rank_results(self, ranks: Sequence[RankResult]) -> Metrics:
         """The metrics of all ranks. Raises TrainingDiverged if their losses add up to no finite number."""
@@ -326,7 +329,7 @@ class LocalLearner:
         )
 
     def optim_step(self, settings: OptimSettings | None = None) -> Metrics:
-        """Sum gradients over ranks, clip, step, clear. settings: of this step and those after it, of AdamW.
+        """Clip, step, clear. settings: of this step and those after it, of AdamW.
 
         Raises TrainingDiverged, with the weights untouched, if a gradient is not finite.
         """
@@ -347,7 +350,6 @@ class LocalLearner:
     def _step_optimizer(self) -> Tensor:
         """What `optim_step` does; the norm of the gradient before it was clipped, [], equal on all ranks."""
         parameters = list(self._parameters.values())
-        self._gradients.all_reduce_(parameters)
         norm = self._gradients.total_norm(parameters)
         self._check_grad_norm(norm)
         if self._clip is not None:

@@ -13,11 +13,11 @@ from torch import Tensor, distributed, nn
 
 from runner.core.errors import DeadlineExceeded, RankLost
 from runner.core.rank_info import RankInfo
-from runner.distributed.work_partition import sum_gradients
-from runner.parallelism import process_groups as group
+from runner.distributed import gradient_sums
+from runner.distributed.gradient_sums import buckets_by_dtype, sum_gradients
 from runner.parallelism.config import DdpConfig, PpConfig
 from runner.parallelism.parallel_context import ParallelContext, build
-from runner.parallelism.process_groups import ProcessGroupCollectives, buckets_by_dtype
+from runner.parallelism.process_groups import ProcessGroupCollectives
 from tests.parallelism.forked import ranks
 from tests.parallelism.worlds import device, on_ranks
 from tests.ports import free_port
@@ -31,7 +31,7 @@ def tensors(rank: int) -> list[Tensor]:
 
 
 def summed(world: ParallelContext, bucket_bytes: int) -> tuple[list[Tensor], list[Any]]:
-    group.BUCKET_BYTES = bucket_bytes
+    gradient_sums.BUCKET_BYTES = bucket_bytes
     mine = tensors(world.peers.rank)
     world.peers.all_reduce_(mine)
     both = (
@@ -77,7 +77,7 @@ def test_an_exhausted_device_is_not_taken_for_a_rank_that_does_not_come() -> Non
 
 
 def test_buckets_hold_all_in_order_one_type_each_and_not_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(gradient_sums, "BUCKET_BYTES", 100)
     given = [torch.zeros(n, dtype=d) for n, d in [(10, torch.float32), (10, torch.float32), (10, torch.float32)]]
     given += [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(500)]
     assert [[len(t) for t in bucket] for bucket in buckets_by_dtype(given)] == [[10, 10], [10], [3], [500]]

@@ -118,7 +118,7 @@ def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
     Raises SpecError for a job that no plan can be made of, EnvironmentProblem where its model's shape is unknown.
     """
     shape, found = architecture(spec.model)
-    spread = rank_layout(spec.parallelism, spec.launch.world, shape)
+    spread = rank_layout(spec.parallelism, spec.launch.world, shape, card.memory if card else 0)
     mesh = spread.mesh
     heads = spec.algorithm.trained_models()
     of_slice = tensor_parallel_config(shape, mesh.tp) if mesh.tp > 1 else shape

@@ -128,12 +128,14 @@ class MemoryBreakdown:
         more = self.stage.runs_in_flight(self.spread.mesh.pp, self.cuts) - 1
         waiting = more * self.passes[role].at_depth(depth, headed=False).kept if more else 0
         gathered = self.spread.gathered_part(self.own[role], self.stage)
+        accumulated = self.spread.accumulated_bytes(self.own[role], self.stage)
         return [
             MemoryTerm("activations", taken["activations"]),
             MemoryTerm("activations of micro-batches in flight", waiting),
             MemoryTerm("logits", taken["logits"]),
             MemoryTerm("gradients", 0 if self.spread.offloaded else taken["gradients"]),
             MemoryTerm("layers gathered by FSDP", gathered.gathered_bytes(compute_dtype(self.spec).itemsize)),
+            MemoryTerm("gradients before their sum", accumulated if self.cuts > 1 else 0),
             MemoryTerm("gradients in communication", gathered.trained_bytes),
             *self._exchange_terms(),
         ]

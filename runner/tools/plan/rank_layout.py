@@ -21,6 +21,7 @@ from runner.core.errors import Problem, SpecError
 from runner.model.flops import MatmulWeights, ModelFlops, attention_widths, is_expert, matmul_weights, vision_weights
 from runner.parallelism.config import ParallelismConfig
 from runner.parallelism.expert_parallel import refuse_adapters
+from runner.parallelism.fsdp import accumulates_unsharded
 from runner.parallelism.mesh import Mesh, model_sizes
 from runner.parallelism.pipeline_parallel import num_warmup_forwards, split_layers
 from runner.spec.base import Head
@@ -102,7 +103,8 @@ class RankLayout:
     """The layout of a job on its ranks.
 
     pieces: number of FSDP shards of weights, gradients and optimizer state; experts: the same of experts;
-    offloaded: whether shards are in host memory; resharded: whether layers are freed after use.
+    offloaded: whether shards are in host memory; resharded: whether layers are freed after use; memory: of a device,
+    0 = unknown.
     """
 
     mesh: Mesh
@@ -112,6 +114,7 @@ class RankLayout:
     ring: bool
     offloaded: bool
     resharded: bool
+    memory: int
 
     @property
     def is_sharded(self) -> bool:
@@ -143,6 +146,13 @@ class RankLayout:
         part = self.stage_parts(weights, stage)
         return part.plain / self.pieces + part.experts / self.experts
 
+    def accumulated_bytes(self, weights: ModelWeights, stage: StageLayout) -> int:
+        """Unsharded gradients that wait for the last micro-batch; 0 where each sums its own."""
+        part = self.stage_parts(weights, stage)
+        size = 4 * (part.plain.trained + part.experts.trained // self.mesh.ep)
+        memory = self.memory if self.is_sharded and not self.offloaded else 0
+        return size if accumulates_unsharded(size, memory) else 0
+
     def gathered_part(self, weights: ModelWeights, stage: StageLayout) -> ParameterCount:
         """What FSDP gathers of a stage at a time: parameters outside layers, and some or all layers."""
         if not self.is_sharded:
@@ -154,8 +164,8 @@ class RankLayout:
         return part.ends + max(layers, key=lambda one: one.bytes, default=ParameterCount()) * GATHERED_AT_ONCE
 
 
-def rank_layout(config: ParallelismConfig, world: int, architecture: Any) -> RankLayout:
-    """The layout of a job with this section over `world` ranks.
+def rank_layout(config: ParallelismConfig, world: int, architecture: Any, memory: int = 0) -> RankLayout:
+    """The layout of a job with this section over `world` ranks, on devices of so much memory.
 
     Raises SpecError for sizes that do not fit the model, and for DeepSpeed.
     """
@@ -175,6 +185,7 @@ def rank_layout(config: ParallelismConfig, world: int, architecture: Any) -> Ran
         ring=style == "ring" or (style is None and heads % mesh.cp > 0),
         offloaded=config.offloads,
         resharded=config.reshards,
+        memory=memory,
     )
 
 

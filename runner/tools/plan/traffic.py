@@ -18,7 +18,7 @@ from runner.model.flops import attention_pairs, head_size
 from runner.model.initial_weights import DTYPES
 from runner.spec.job import JobSpec
 from runner.tools.plan.measure import longest_row_tokens
-from runner.tools.plan.rank_layout import ModelWeights, RankLayout, StageLayout
+from runner.tools.plan.rank_layout import ModelWeights, ParameterCount, RankLayout, StageLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +100,24 @@ def sent_bytes_by_purpose(
 def _sharding_bytes(model: ModelWeights, spread: RankLayout, stage: StageLayout, cuts: int, size: int) -> int:
     """What layers and experts in pieces take.
 
-    They are gathered for the forward and, if freed, again for the backward pass, in each micro-batch; gradients are
-    summed into pieces, and between copies once.
+    They are gathered for the forward and, if freed, again for the backward pass, in each micro-batch; all but the last
+    layer and what is in no layer are freed. Gradients are summed into pieces, in each micro-batch or only in the last,
+    and between copies once.
     """
-    mesh, times = spread.mesh, 2 if spread.resharded else 1
+    mesh, again = spread.mesh, spread.resharded
     part, r = spread.stage_parts(model, stage), mesh.dp_cp_size // spread.pieces
     plain, experts = part.plain, part.experts
-    moved = times * plain.gathered_bytes(size) + plain.trained_bytes
+    sums = 1 if spread.accumulated_bytes(model, stage) else cuts
+    moved = plain + sum(part.layers[:-1], ParameterCount()) * again
+    moved_experts = experts + sum(part.of_experts[:-1], ParameterCount()) * again
     further, alike = spread.experts // mesh.ep, max(1, mesh.dp_cp_size // spread.experts)
-    moved_experts = times * experts.gathered_bytes(size) + experts.trained_bytes
     return (
-        cuts * moved * (spread.pieces - 1) // spread.pieces
+        (cuts * moved.gathered_bytes(size) + sums * plain.trained_bytes) * (spread.pieces - 1) // spread.pieces
         + 2 * (plain.trained_bytes // spread.pieces) * (r - 1) // r
-        + cuts * moved_experts // mesh.ep * (further - 1) // further
+        + (cuts * moved_experts.gathered_bytes(size) + sums * experts.trained_bytes)
+        // mesh.ep
+        * (further - 1)
+        // further
         + 2 * (experts.trained_bytes // spread.experts) * (alike - 1) // alike
     )
 

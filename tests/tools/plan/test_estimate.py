@@ -47,6 +47,22 @@ def test_what_a_rank_holds_of_a_sharded_model_is_its_part(compose: Any) -> None:
     assert terms(plan, "optimizer")["gradients"] == model.all.trained_bytes // 4
 
 
+def test_unsharded_gradients_wait_for_the_last_micro_batch_where_the_card_has_room(compose: Any) -> None:
+    words = ("+recipe=sft_demo", *SMALL, "parallelism=fsdp", "launch.devices=2", "algorithm.micro_batch_tokens=64")
+    spec = compose(*words)
+    each, once = estimate(spec), estimate(spec, CARDS["910B"])
+    weights, cuts = each.models["policy"], each.work.micro_batches
+    waiting = terms(once, "update")["gradients before their sum"]
+    assert cuts > 1 and waiting == 4 * weights.all.trained
+    assert "gradients before their sum" not in terms(each, "update")
+    gathered = weights.all.bytes + weights.layers[0].bytes  # the first layer twice, the second once
+    assert each.work.sending["weights and gradients"] == cuts * (gathered + waiting) // 2
+    assert once.work.sending["weights and gradients"] == (cuts * gathered + waiting) // 2
+    assert estimate(compose(*words, "parallelism.cpu_offload=true", "device=npu"), CARDS["910B"]).work.sending == (
+        estimate(compose(*words, "device=npu")).work.sending
+    )
+
+
 def test_copies_of_a_model_hold_what_one_holds(compose: Any) -> None:
     alone = estimate(compose("+recipe=sft_demo", *SMALL))
     plan = estimate(compose("+recipe=sft_demo", *SMALL, "parallelism=ddp", "launch.devices=4"))

@@ -21,6 +21,7 @@ SMALL = ("model.hidden_size=64", "model.intermediate_size=128", "model.vocab_siz
 def on(mesh: Mesh, **more: Any) -> RankLayout:
     """Whole copies on this mesh."""
     given = {"pieces": 1, "experts": mesh.ep, "chunks": 1, "ring": False, "offloaded": False, "resharded": False}
+    given["memory"] = 0
     return RankLayout(mesh=mesh, **given | more)
 
 
