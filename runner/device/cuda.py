@@ -19,6 +19,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.device.base import TorchDevice, select_card
 from runner.device.config import CudaConfig
 from runner.device.device_stats import StatsReader, gpu_stats_reader
+from runner.device.fused_modules import install_liger_kernels
 from runner.interfaces import Decide, VarlenAttention
 from runner.interfaces.model import VarlenOptions
 
@@ -172,6 +173,8 @@ class Cuda(TorchDevice[CudaConfig]):
         """The flash kernel that is installed, for models that compute in float16 or bfloat16."""
         return varlen_kernel(self.config, dtype, self._decide)
 
-    def apply_fused_ops(self, module: nn.Module) -> None:
-        """Replace nothing: transformers calls torch's grouped product for experts, which is recorded."""
+    def apply_fused_ops(self, module: nn.Module, kernels: str | None = None) -> None:
+        """Use Liger's kernels, if requested; experts are multiplied by transformers, and how is recorded."""
+        if kernels is not None:
+            install_liger_kernels(module, importlib.import_module("liger_kernel.ops"), self._decide)
         record_experts(module, _refuse_waits, self._decide)
