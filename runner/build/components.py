@@ -262,7 +262,7 @@ def build_frozen_model(
     else:
         model = build_model(spec, tokenizer, device, decide, world=world, trains=False)
         model.module.requires_grad_(False)
-    budget = spec.algorithm.micro_batch_tokens
+    budget = spec.algorithm.micro_batch_budget
     options: dict[str, Any] = {"peers": world.peers, "stage": model.stage}
     return FrozenModel(model, budget=budget, device=device.torch_device, during=during, **options)
 
