@@ -279,7 +279,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     declared = {requirement_name(d) for d in [*project["dependencies"], *project["optional-dependencies"]["npu"]]}
     declared |= {"llmcompressor", "compressed-tensors"}  # of a program in an environment of its own
     declared.add("vllm")  # which card it is for decides on its build, and it on torch's: installed first, by hand
-    extras = "tensorboard low-bit quantized math ifeval mcp modelscope deepspeed optuna ray slurm swanlab"
+    extras = "tensorboard low-bit quantized liger math ifeval mcp modelscope deepspeed optuna ray slurm swanlab"
     declared |= {requirement_name(d) for extra in extras.split() for d in project["optional-dependencies"][extra]}
     imported = {name for path in MODULES for name in top_level_imports(parse(path))}
     ours = {"runner", *sys.stdlib_module_names}

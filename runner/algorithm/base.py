@@ -27,6 +27,9 @@ class FrozenModelSpec(NamedTuple):
     option: str | None = None
 
 
+DEFAULT_MICRO_BATCH = 4096  # tokens
+
+
 class AlgorithmConfig(ComponentConfig):
     """How a step learns, and the one batch vocabulary."""
 
@@ -42,12 +45,17 @@ class AlgorithmConfig(ComponentConfig):
     mini_batches: int = Field(
         default=1, ge=1, description="Optimizer updates per step; each uses an equal part of the batch."
     )
-    micro_batch_tokens: int = Field(
-        default=4096,
+    micro_batch_tokens: int | None = Field(
+        default=DEFAULT_MICRO_BATCH,
         ge=1,
         description="Maximum tokens of a micro-batch on each device, patches of images included; changes memory and "
-        "speed, never the update.",
+        "speed, never the update. null = as many as fit the device by the estimate of run plan; 4096 on a CPU.",
     )
+
+    @property
+    def micro_batch_budget(self) -> int:
+        """`micro_batch_tokens`, or what stands for null where no device is known."""
+        return self.micro_batch_tokens or DEFAULT_MICRO_BATCH
 
     @property
     def has_plug_in_loss(self) -> bool:

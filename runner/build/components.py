@@ -120,7 +120,8 @@ def build_model(
     trains: bool = True,
 ) -> Any:
     """The model with its adapter, on the device, or this rank's part of it; frozen without `trains`."""
-    model = _place_model(_model_factory(spec, tokenizer, decide, head, world, trains), world, device, decide)
+    make = _model_factory(spec, tokenizer, decide, head, world, trains)
+    model = _place_model(make, world, device, decide, spec.model.kernels)
     if spec.model.compile:
         model.compile(decide)
     return model
@@ -185,10 +186,11 @@ def _place_model(
     world: ParallelContext | None,
     device: Device,
     decide: Decisions,
+    kernels: str | None,
 ) -> Any:
     """The model that `make` builds, with the device's operators and attention, distributed over the ranks."""
     if world is None or world.place.size == 1:
-        model = make(device.torch_device, device_op_installer(device, decide))
+        model = make(device.torch_device, device_op_installer(device, decide, kernels))
     else:
         model = world.load(lambda where: make(where, None))
         world.shard(model, decide)
@@ -208,11 +210,11 @@ def _place_model(
     return model
 
 
-def device_op_installer(device: Device, decide: Decisions) -> Callable[[nn.Module], None]:
+def device_op_installer(device: Device, decide: Decisions, kernels: str | None = None) -> Callable[[nn.Module], None]:
     """What gives a transformers model on the device the device's own operators and attention."""
 
     def fit(module: nn.Module) -> None:
-        device.apply_fused_ops(module)
+        device.apply_fused_ops(module, kernels)
         if (kernel := device.dense_attention()) is not None:
             from runner.model import padded_attention
 
@@ -260,7 +262,7 @@ def build_frozen_model(
     else:
         model = build_model(spec, tokenizer, device, decide, world=world, trains=False)
         model.module.requires_grad_(False)
-    budget = spec.algorithm.micro_batch_tokens
+    budget = spec.algorithm.micro_batch_budget
     options: dict[str, Any] = {"peers": world.peers, "stage": model.stage}
     return FrozenModel(model, budget=budget, device=device.torch_device, during=during, **options)
 
@@ -293,7 +295,7 @@ def build_other_model(
     options |= {"dtype": wanted.dtype, "admit": world.check_divisible}
 
     make = partial(build, wanted.path, wanted.revision, spec.model, **options)
-    return _place_model(lambda where, fit: make(device=where, fit=fit), world, device, decide)
+    return _place_model(lambda where, fit: make(device=where, fit=fit), world, device, decide, spec.model.kernels)
 
 
 def longest_row(spec: JobSpec) -> int:

@@ -28,6 +28,7 @@ from runner.build.components import (
 )
 from runner.build.data import build_data, check_images, resolve_max_length
 from runner.build.environments import EnvironmentBuilder, build_extend
+from runner.build.micro_batch import resolve_micro_batch
 from runner.build.plug_ins import plug_in_digests
 from runner.build.rewards import EvaluationRewards, RewardBuilder, refuse_missing_columns, reward_origins
 from runner.build.router_replay import hook_routers
@@ -187,11 +188,11 @@ def build(
     device = build_device(spec, decide)
     world: ParallelContext = default_registry().factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     copied = with_copied_files(spec, folder)
-    tokenizer = build_tokenizer(copied, decide)
-    compare_tokenizers(copied, tokenizer, decide)
+    compare_tokenizers(copied, tokenizer := build_tokenizer(copied, decide), decide)
     data = _data(copied, tokenizer, world, decide)
     given = resolve_epochs(spec, len(data), decide)
-    spec = with_copied_files(resolve_max_length(given, data, decide), folder)
+    spec = resolve_micro_batch(resolve_max_length(given, data, decide), device, world.world_peers, decide)
+    spec = with_copied_files(spec, folder)
     builder = EnvironmentBuilder(tokenizer, decide, folder.root)
     environments = builder.build(spec, world.rollout_peers, folder.journal)
     extend = build_extend(spec, tokenizer, environments, decide)

@@ -38,7 +38,7 @@ def build_learner(
         lr=spec.algorithm.learning_rate(role, config.learning_rate),
         clip_norm=spec.optimizer.clip_norm,
         factor=default_registry().factory(spec.schedule)(spec.schedule, steps=spec.steps),
-        budget=spec.algorithm.micro_batch_tokens,
+        budget=spec.algorithm.micro_batch_budget,
         seed=spec.seed,
         device=device.torch_device,
         prefix="train" if role == next(iter(spec.algorithm.trained_models())) else role,

@@ -70,7 +70,7 @@ def build_cached_reference(
         kept,
         origin,
         everyone,
-        budget=spec.algorithm.micro_batch_tokens,
+        budget=spec.algorithm.micro_batch_budget,
         device=device.torch_device,
         during=policy.adapter_disabled if policy.weights_source.adapter is None else nullcontext,
         peers=peers,

@@ -26,11 +26,16 @@ def show(args: Namespace) -> int:
     spec = compose_from_args(args, args.words).spec
     card = _card(args.card, spec)
     from runner.tools.plan import plan_text
+    from runner.tools.plan.budget import largest_micro_batch, with_micro_batch
     from runner.tools.plan.estimate import estimate
     from runner.tools.plan.model import resolve_local_sources
     from runner.tools.plan.remedies import advise
 
     spec = resolve_local_sources(spec)
+    if spec.algorithm.micro_batch_tokens is None and card is not None:
+        tokens, reason = largest_micro_batch(spec, card)
+        print_text(f"algorithm.micro_batch_tokens: {tokens} ({reason})", file=sys.stderr)
+        spec = with_micro_batch(spec, tokens)
     plan = estimate(spec, card)
     advice = advise(spec, card) if card is not None and not plan.fits(card) else None
     given = (spec, plan, card, advice)

@@ -140,7 +140,7 @@ class TorchDevice(Generic[Settings]):
         """None: transformers calls torch's attention."""
         return None
 
-    def apply_fused_ops(self, module: nn.Module) -> None:
+    def apply_fused_ops(self, module: nn.Module, kernels: str | None = None) -> None:
         """Do nothing: there are no fused operators."""
 
 

@@ -61,6 +61,10 @@ class DeviceConfig(ComponentConfig):
         """Why a base cannot be quantized there; None = it can."""
         return None
 
+    def liger_problem(self) -> str | None:
+        """Why Liger's kernels (`model.kernels`) cannot run there; None = they can."""
+        return "its Triton kernels need a GPU; leave it out, or type device=cuda"
+
     @property
     def host_threads(self) -> int:
         """Number of cores that one process uses."""
@@ -144,6 +148,9 @@ class CudaConfig(DeviceConfig):
         reached = "1/2 of the peak in bfloat16 (TF32)" if self.tf32 else "1/15 of the peak in bfloat16"
         return f"at most {reached} on an A100, H100 or H200, and no flash kernel"
 
+    def liger_problem(self) -> str | None:
+        return None
+
     def preflight(self) -> None:
         """Raise EnvironmentProblem naming everything that is missing.
 
@@ -186,6 +193,10 @@ class NpuConfig(DeviceConfig):
 
     def quantization_problem(self) -> str | None:
         return "bitsandbytes 0.50.2 has no kernels for an NPU"
+
+    def liger_problem(self) -> str | None:
+        text = "its Triton kernels do not run with torch_npu, and an NPU has fused operators of its own"
+        return f"{text} (device.fused_ops); leave it out"
 
     @property
     def fused_operators(self) -> tuple[str, ...]:
@@ -255,6 +266,9 @@ class AutoConfig(DeviceConfig):
 
     def quantization_problem(self) -> str | None:
         return self._likely_device().quantization_problem()
+
+    def liger_problem(self) -> str | None:
+        return self._likely_device().liger_problem()
 
     def environment(self, job: Any) -> Sequence[Preset]:
         """Those of the device that will probably be chosen."""

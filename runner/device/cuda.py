@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.core import torch_compat
 from runner.core.errors import EnvironmentProblem
 from runner.device.base import TorchDevice, select_card
 from runner.device.config import CudaConfig
 from runner.device.device_stats import StatsReader, gpu_stats_reader
+from runner.device.fused_modules import install_liger_kernels
 from runner.interfaces import Decide, VarlenAttention
 from runner.interfaces.model import VarlenOptions
 
@@ -92,6 +94,42 @@ def installed_kernel(deterministic: bool) -> tuple[VarlenAttention, str] | str:
     return f"flash-attn is not installed, and torch {torch.__version__} has no such kernel"
 
 
+@contextmanager
+def _refuse_waits() -> Iterator[None]:
+    """Make it an error inside the block that the host waits for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@torch.no_grad()
+def record_experts(module: nn.Module, refuse_waits: Callable[[], AbstractContextManager[Any]], decide: Decide) -> None:
+    """Record whether the experts of a layer are multiplied at once, which a trial on a few numbers shows.
+
+    transformers calls torch's grouped product. Without a kernel for a data type and a card, torch copies the numbers
+    of rows to the host and multiplies expert by expert; `refuse_waits` makes that copy an error.
+    """
+    found = (part for part in module.modules() if hasattr(part, "_is_expert_parallel"))
+    experts: Any = next((part for part in found if not next(part.parameters()).is_meta), None)
+    if experts is None:
+        return
+    weight, width = experts.down_proj, experts.config.hidden_size
+    given = (weight.new_ones(16, width), torch.zeros(16, 1, dtype=torch.int64, device=weight.device))
+    experts(*given, weight.new_ones(16, 1))  # which makes handles and workspaces, and may wait
+    try:
+        with refuse_waits():
+            experts(*given, weight.new_ones(16, 1))
+    except RuntimeError:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        text = f"torch {torch.__version__} has no grouped kernel for {dtype} on this card; bfloat16 has one on Hopper"
+        decide.record_fact("experts", "one after the other", text)
+    else:
+        decide.record_fact("experts", "grouped products", f"of the {experts.num_experts} experts of a layer, by torch")
+
+
 class Cuda(TorchDevice[CudaConfig]):
     """One NVIDIA GPU of this process. Raises EnvironmentProblem where there is none."""
 
@@ -134,3 +172,9 @@ class Cuda(TorchDevice[CudaConfig]):
     def varlen_attention(self, dtype: torch.dtype) -> VarlenAttention | None:
         """The flash kernel that is installed, for models that compute in float16 or bfloat16."""
         return varlen_kernel(self.config, dtype, self._decide)
+
+    def apply_fused_ops(self, module: nn.Module, kernels: str | None = None) -> None:
+        """Use Liger's kernels, if requested; experts are multiplied by transformers, and how is recorded."""
+        if kernels is not None:
+            install_liger_kernels(module, importlib.import_module("liger_kernel.ops"), self._decide)
+        record_experts(module, _refuse_waits, self._decide)

@@ -31,7 +31,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.device.base import TorchDevice, refuse_hidden, select_card
 from runner.device.config import NpuConfig
 from runner.device.device_stats import StatsReader, npu_stats_reader
-from runner.device.npu_fused import install_fused_ops
+from runner.device.fused_modules import install_fused_ops
 from runner.interfaces import Decide, DenseAttention, VarlenAttention
 from runner.interfaces.model import DenseOptions, VarlenOptions
 
@@ -163,6 +163,6 @@ class Npu(TorchDevice[NpuConfig]):
         """The same operator for rows side by side."""
         return None if self.config.attention == "sdpa" else DenseFusionAttention(self._operators.npu_fusion_attention)
 
-    def apply_fused_ops(self, module: nn.Module) -> None:
+    def apply_fused_ops(self, module: nn.Module, kernels: str | None = None) -> None:
         """Exchange what of a transformers model has fused operators here."""
         install_fused_ops(module, self.config.fused_ops, self._operators, self._decide)

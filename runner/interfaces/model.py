@@ -117,8 +117,8 @@ class Device(Protocol):
 
     def dense_attention(self) -> DenseAttention | None: ...  # None: the model's own, through transformers
 
-    # replace the parts of a transformers model that the device has fused operators for
-    def apply_fused_ops(self, module: torch.nn.Module) -> None: ...
+    # replace the parts of a transformers model that the device, or `model.kernels`, has fused operators for
+    def apply_fused_ops(self, module: torch.nn.Module, kernels: str | None = None) -> None: ...
 
 
 class Decide(Protocol):
@@ -244,6 +244,7 @@ class TrainableModel(ScoringModel, Protocol):
     device: torch.device
     stage: PipelineStage
     length_limit: tuple[int, str] | None
+    config: Any  # the section `model` of the job
     layout: str  # packed or padded
     default_attention: str  # what the transformers model attends with by itself
     flops: Any  # runner.model.flops.ModelFlops

@@ -269,7 +269,7 @@ def translate_memory_errors(spec: JobSpec) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"the device's memory is exhausted: {str(error).splitlines()[0]}\n"
-            f"  lower algorithm.micro_batch_tokens (now {spec.algorithm.micro_batch_tokens}; same update), "
+            f"  lower algorithm.micro_batch_tokens (now {spec.algorithm.micro_batch_tokens or 'null'}; same update), "
             "or set model.gradient_checkpointing=true"
         ) from error
     except (MemoryError, RuntimeError) as error:

@@ -13,6 +13,14 @@ from runner.spec.base import ComponentConfig, Dtype, ResolveSource, absolute_if_
 ModelPart = Literal["vision", "aligner", "language", "router"]
 
 
+def require_liger() -> None:
+    """Raise EnvironmentProblem where Liger-Kernel is not installed."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise EnvironmentProblem(
+            'model.kernels=liger needs the package liger-kernel\n  pip install "posttrain-run[liger]"'
+        )
+
+
 def require_bitsandbytes(quantization: str | None) -> None:
     """Raise EnvironmentProblem where it is needed (nf4) and not installed."""
     if quantization == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
@@ -53,6 +61,11 @@ class ModelConfig(ComponentConfig):
     compile: bool = Field(
         default=False,
         description="Compile the decoder layers (torch.compile): the first step is slow, later steps are faster.",
+    )
+    kernels: Literal["liger"] | None = Field(
+        default=None,
+        description="Kernels of norms, rotary positions and SwiGLU: liger = those of Liger-Kernel, on CUDA, in Qwen2, "
+        "Qwen2.5, Qwen3, Qwen3-MoE and Llama models; null = those of transformers, or of the device.",
     )
     quantization: Literal["nf4", "int8"] | None = Field(
         default=None,
@@ -101,11 +114,15 @@ class ModelConfig(ComponentConfig):
     def preflight(self) -> None:
         """Raise EnvironmentProblem where this machine cannot get the model's files, or quantize them."""
         require_bitsandbytes(self.quantization)
+        if self.kernels is not None:
+            require_liger()
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = list(self._head_dtype_problems(job))
         if self.compile and (used := list(self._uncompilable(job))):
             found.append(("model.compile", f"{' and '.join(used)} is not tested with torch.compile; leave it out"))
+        if self.kernels is not None:
+            found += [("model.kernels", f"liger: {text}") for text in self._liger_objections(job)]
         if self.quantization is not None:
             found += [("model.quantization", text) for text in self._unquantizable(job)]
         if self.router_replay in ("sampler", "old") and (reason := self.replay_objection(job)):
@@ -148,6 +165,16 @@ class ModelConfig(ComponentConfig):
             kind = "|".join(cut) or job.parallelism.name
             text = f"with {kind}, embedding and head are cut or gathered in bfloat16, so a float32 head has no effect"
             yield "model.head_dtype", f"{text}; leave it out, or type parallelism=ddp or fsdp"
+
+    def _liger_objections(self, job: Any) -> Iterator[str]:
+        """Why not to use Liger's kernels."""
+        if reason := job.device.liger_problem():
+            yield reason
+        if self.compile:
+            yield "model.compile=true fuses the same operations, and is not tested with Triton kernels; leave one out"
+        if self.gradient_checkpointing == "selective":
+            text = "its rotary kernel overwrites the keys that model.gradient_checkpointing=selective keeps"
+            yield f"{text}, so gradients would be wrong; type model.gradient_checkpointing=true"
 
     def _unquantizable(self, job: Any) -> Iterator[str]:
         """Why not to quantize the base."""

@@ -106,7 +106,7 @@ class ParallelismPlan:
         weights = WeightScatter(model.whole, self.world_peers, device)
         kinds = {frozenset(map(type, block.modules())): block for block in reversed(model.transformer_blocks())}
         with weights.materialize(model.whole, list(kinds.values())):  # the device tries its fused operators there
-            self.device.apply_fused_ops(model.inner)
+            self.device.apply_fused_ops(model.inner, model.config.kernels)
         if self.groups is not None:
             self._shard_parameters(model, self.groups)
         absent = [name for name, slot in tensor_slots(model.whole) if slot.tensor in model.stage.absent_modules]

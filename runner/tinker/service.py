@@ -139,7 +139,7 @@ class TrainingService:
             lr=0.0,
             clip_norm=None,
             factor=float,
-            budget=self._spec.algorithm.micro_batch_tokens,
+            budget=self._spec.algorithm.micro_batch_budget,
             seed=lora.seed,
             device=self._world.device.torch_device,
             peers=self._world.peers,

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
-from runner.core.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem, SpecError
+from runner.device.fused_modules import FUSED_MODULES, install_fused_ops, install_liger_kernels
 from runner.device.npu import FusionAttention
-from runner.device.npu_fused import FUSED_MODULES, install_fused_ops
 from tests.device import operators
 from tests.device.cases import FAMILIES
 from tests.model import zoo
@@ -212,3 +215,91 @@ def test_no_expert_may_be_left_without_tokens_or_with_all() -> None:
     (logits, gradients), (wanted, wanted_gradients) = outcome(ours), outcome(own)
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     assert zoo.relative(gradients, wanted_gradients) < 1e-4
+
+
+class Rope(torch.autograd.Function):
+    """As LigerRopeFunction: it writes over queries and keys that lie token by token, and their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, _: None, unsqueeze_dim: int) -> Any:
+        ctx.angles = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return tuple(Rope.turn(x, *ctx.angles) for x in (q, k))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        cos, sin = ctx.angles
+        return *(Rope.turn(x, cos, -sin) for x in grads), None, None, None, None
+
+    @staticmethod
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        first, second = x.chunk(2, -1)
+        x.data.copy_(x * cos + torch.cat([-second, first], -1) * sin)
+        return x
+
+
+def liger_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str, in_place: bool) -> Tensor:
+    assert (casting, in_place) == ("llama", False)
+    wide = x.float()
+    return (offset + weight) * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+LIGER = SimpleNamespace(
+    LigerRMSNormFunction=SimpleNamespace(apply=liger_norm),
+    LigerRopeFunction=Rope,
+    LigerSiLUMulFunction=SimpleNamespace(apply=lambda gate, up: functional.silu(gate) * up),
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_liger_kernels_give_the_same_in_every_family(family: str) -> None:
+    own, decisions = zoo.module(family).requires_grad_(True), Decisions(strict=True)
+    ours = deepcopy(own)
+    install_liger_kernels(ours, LIGER, decisions)
+    facts = [fact["feature"] for fact in decisions.records()["facts"]]
+    assert facts == ["model.kernels.rms_norm", "model.kernels.rotary", "model.kernels.swiglu"]
+    (logits, gradients), (wanted_logits, wanted_gradients) = outcome(ours), outcome(own)
+    torch.testing.assert_close(logits, wanted_logits, rtol=1e-4, atol=1e-4)
+    assert zoo.relative(gradients, wanted_gradients) < 1e-4
+    assert not [m for m in zoo.module(family).modules() if "forward" in vars(m)], "other models keep their own"
+
+
+def test_a_liger_kernel_that_gives_something_else_is_not_used() -> None:
+    wrong = SimpleNamespace(**vars(LIGER) | {"LigerSiLUMulFunction": SimpleNamespace(apply=lambda gate, up: gate * up)})
+    install_liger_kernels(zoo.module("qwen3"), wrong, decisions := Decisions())
+    [decision] = [d for d in decisions.entries if not d.is_fact]
+    assert (decision.feature, decision.got) == ("model.kernels.swiglu", "transformers' own")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_liger_rotary_overwrites_what_selective_recomputation_keeps(family: str) -> None:
+    """Why the two are refused together; layers that are recomputed from their input are right."""
+    for way, is_right in ((True, True), ("selective", False)):
+        found = []
+        for installs in (False, True):
+            model = zoo.causal(family, gradient_checkpointing=way)
+            if installs:
+                install_liger_kernels(model.inner, LIGER, Decisions(strict=True))
+            found.append(zoo.gradients(model, True, zoo.batch()))
+        assert (zoo.relative(*found) < 1e-4) == is_right
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ((), "need a GPU; leave it out, or type device=cuda"),
+        (("device=npu",), r"has fused operators of its own \(device.fused_ops\); leave it out"),
+        (("device=cuda", "model.compile=true"), "fuses the same operations"),
+        (("device=cuda", "model.gradient_checkpointing=selective"), "type model.gradient_checkpointing=true"),
+    ],
+)
+def test_liger_is_refused_where_it_cannot_run_or_would_be_wrong(words: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(SpecError, match=f"model.kernels: liger: .*{reason}"):
+        compose_job(["+recipe=sft_demo", "model.kernels=liger", *words])
+
+
+@pytest.mark.skipif(find_spec("liger_kernel") is not None, reason="Liger-Kernel is installed")
+def test_liger_on_cuda_is_a_job_and_says_what_to_install() -> None:
+    job = compose_job(["+recipe=sft_demo", "model.kernels=liger", "device=cuda"])
+    with pytest.raises(EnvironmentProblem, match=r'pip install "posttrain-run\[liger\]"'):
+        job.spec.model.preflight()

@@ -139,7 +139,7 @@ class PolicyOptimization:
         silent = not learnt  # then the step has a gradient of zero, and not no step
         groups = learnt or played[:1]
         trees = [self._tree(group, silent) for group in groups]
-        batch = pack_trees(trees, share=self.config.share_prompts, most_tokens=self.config.micro_batch_tokens)
+        batch = pack_trees(trees, share=self.config.share_prompts, most_tokens=self.config.micro_batch_budget)
         prompts = batch.rows["branch"] < 0
         batch = replace(batch, rows={**batch.rows, "reward": batch.rows["reward"].masked_fill(prompts, torch.nan)})
         if (experts := rollouts.expert_channel(batch, groups)) is not None:

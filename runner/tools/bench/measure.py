@@ -81,7 +81,7 @@ class BaselineLoop:
         if self._spec.algorithm.needs_sampler:
             self._generate(batch)
         total = max(batch.totals["tokens"], 1)
-        for micro in micro_batches(batch, self._spec.algorithm.micro_batch_tokens):
+        for micro in micro_batches(batch, self._spec.algorithm.micro_batch_budget):
             ids, mask, weight = pad_batch(micro)
             ids, mask, weight = (tensor.to(self._device, non_blocking=True) for tensor in (ids, mask, weight))
             if self._reference is not None:

@@ -156,7 +156,7 @@ def longest_row_tokens(spec: JobSpec) -> int:
 
 def micro_batch(spec: JobSpec, ranks: int = 1) -> Batch:
     """A full micro-batch of the longest rows, or the tokens that one of `ranks` has of it."""
-    budget = -(-spec.algorithm.micro_batch_tokens // ranks)
+    budget = -(-spec.algorithm.micro_batch_budget // ranks)
     row = min(longest_row_tokens(spec), budget)
     lengths = [row] * (budget // row)
     if rest := budget - sum(lengths):

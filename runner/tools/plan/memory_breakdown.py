@@ -115,7 +115,7 @@ class MemoryBreakdown:
 
     def _tokens(self) -> int:
         """Tokens of a micro-batch that the rank computes."""
-        return ceil(self.spec.algorithm.micro_batch_tokens / self.spread.mesh.cp)
+        return ceil(self.spec.algorithm.micro_batch_budget / self.spread.mesh.cp)
 
     def _pass_terms(self) -> list[MemoryTerm]:
         """What forward and backward passes take, of the model whose passes take most."""

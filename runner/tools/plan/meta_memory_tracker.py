@@ -39,7 +39,7 @@ _kept: Callable[..., Tensor] = _KeepInputs.apply
 
 
 class MetaOperators:
-    """The part of torch_npu that `device.npu_fused` uses."""
+    """The part of torch_npu that `device.fused_modules` uses."""
 
     def npu_rms_norm(self, x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """Keeps x, gamma and a float32 per row."""

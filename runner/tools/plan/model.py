@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.device.npu_fused import install_fused_ops
+from runner.device.fused_modules import install_fused_ops
 from runner.inference.model_source import resolve_model_path
 from runner.model.auto_class import auto_class, refuse_other_kind
 from runner.model.causal_lm import CausalLM

@@ -95,7 +95,7 @@ def spreading_experts(spec: JobSpec) -> Iterator[Change]:
 def sharing_rows(spec: JobSpec) -> Iterator[Change]:
     """Tokens of a row on several ranks, where a micro-batch is no more than one."""
     mesh = spec.parallelism.mesh(spec.launch.world)
-    if spec.algorithm.micro_batch_tokens < 2 * longest_row_tokens(spec) and mesh.cp == 1:
+    if spec.algorithm.micro_batch_budget < 2 * longest_row_tokens(spec) and mesh.cp == 1:
         for ranks in _divisors(mesh.dp_size):
             cost = "the same update; ranks split the tokens of each sequence and exchange keys and values"
             yield from _with_mesh(spec, {"cp": ranks}, cost)

@@ -55,7 +55,7 @@ def rank_work(
     rows = spec.algorithm.batch_size * spec.algorithm.samples_per_prompt
     rows *= 2 if spec.algorithm.item_kind == "pairs" else 1
     tokens = ceil(rows * longest_row_tokens(spec) / mesh.dp_size)
-    cuts = ceil(tokens / spec.algorithm.micro_batch_tokens)
+    cuts = ceil(tokens / spec.algorithm.micro_batch_budget)
     sending = sent_bytes_by_purpose(spec, shape, spread, stage, own.values(), tokens, cuts)
     together = mesh.tp * mesh.cp * mesh.pp
     flops, again = (count / together for count in update_flops(spec, whole.values(), tokens))

@@ -25,7 +25,7 @@ from torch import nn  # noqa: E402
 
 from npu_simulator.device import NpuSim  # noqa: E402
 from runner.cli.main import main  # noqa: E402
-from runner.device import npu_fused  # noqa: E402
+from runner.device import fused_modules  # noqa: E402
 from runner.device.npu import FusionAttention  # noqa: E402
 
 PROBED = 10  # queries of the trial
@@ -70,12 +70,12 @@ class Wrong(NpuSim):
 
     what = "right"
 
-    def apply_fused_ops(self, module: nn.Module) -> None:
+    def apply_fused_ops(self, module: nn.Module, kernels: Any = None) -> None:
         super().apply_fused_ops(module)
         if self.what in OPERATORS:
             endings = {"rms_norm": "post_attention_layernorm", "rotary": "self_attn", "swiglu": "mlp"}
             part = module.get_submodule(f"model.layers.1.{endings[self.what]}")
-            part.forward = npu_fused.FUSED_MODULES[self.what].forward(part, OPERATORS[self.what]).__get__(part)
+            part.forward = fused_modules.FUSED_MODULES[self.what].forward(part, OPERATORS[self.what]).__get__(part)
 
     def varlen_attention(self, dtype: torch.dtype) -> Any:
         change = ARGUMENTS.get(self.what)

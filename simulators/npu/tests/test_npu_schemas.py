@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from npu_simulator import attention
 from npu_simulator.operators import OPERATORS
 from npu_simulator.schema import bound
-from runner.device import npu, npu_fused
+from runner.device import fused_modules, npu
+from runner.device.fused_modules import grouped_experts_forward
 from runner.device.npu import FusionAttention
-from runner.device.npu_fused import grouped_experts_forward
 from runner.interfaces import SequenceLengths
 
 SCHEMAS = json.loads((Path(__file__).parent / "npu_schemas.json").read_text())
@@ -42,10 +42,10 @@ def strict(name: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def test_every_operator_that_the_adapters_name_is_in_the_snapshot() -> None:
-    sources = [Path(module.__file__).read_text() for module in (npu, npu_fused)]
+    sources = [Path(module.__file__).read_text() for module in (npu, fused_modules)]
     named = {name for text in sources for name in re.findall(r"\bnpu_[a-z_]+\b", text)}
     operators = {
-        name for name in named if not name.startswith(("npu_attention", "npu_experts", "npu_fused", "npu_stats"))
+        name for name in named if not name.startswith(("npu_attention", "npu_experts", "fused_modules", "npu_stats"))
     }
     assert operators and operators - SCHEMAS.keys() == set()
 

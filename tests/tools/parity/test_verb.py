@@ -14,7 +14,7 @@ from torch import nn
 
 from runner.cli.main import main
 from runner.device.cpu import Cpu
-from runner.device.npu_fused import FUSED_MODULES
+from runner.device.fused_modules import FUSED_MODULES
 from runner.tools.parity.recording import read
 from tests.device import operators
 
@@ -51,7 +51,7 @@ def parity(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> st
 
 def with_device(monkeypatch: pytest.MonkeyPatch, fuse: Fuse) -> None:
     """From now on the processor changes the modules of a model as `fuse` does."""
-    monkeypatch.setattr(Cpu, "apply_fused_ops", lambda self, module: fuse(module))
+    monkeypatch.setattr(Cpu, "apply_fused_ops", lambda self, module, kernels: fuse(module))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
-"""Fused operators of Ascend NPUs in transformers models: which module takes which, each tried first.
+"""Fused operators in transformers models, of Ascend NPUs and Liger-Kernel: which module takes which.
 
-    rms_norm        npu_rms_norm                    …RMSNorm      one rounding where transformers has two
-    rotary          npu_rotary_mul, mode "half"     …Attention
-    swiglu          npu_swiglu                      …MLP          gate and up side by side
-    grouped_matmul  npu_grouped_matmul, npu_swiglu  …Experts
+    rms_norm        npu_rms_norm                    LigerRMSNormFunction   …RMSNorm    on an NPU rounded once, not twice
+    rotary          npu_rotary_mul, mode "half"     LigerRopeFunction      …Attention
+    swiglu          npu_swiglu                      LigerSiLUMulFunction   …MLP
+    grouped_matmul  npu_grouped_matmul, npu_swiglu                         …Experts
 
 Families: Qwen2 and Qwen2.5, Qwen3, Qwen3-MoE, Llama. The forward of single modules is exchanged, never that of a class,
 and only if on a handful of numbers, on the device, the operator gives what the module gave, and the same gradient.
+Liger's own functions for models exchange classes and functions of transformers, for all models of the process.
 
 Experts of an MoE layer by the grouped matrix product, `npu_grouped_matmul`:
 
@@ -18,8 +19,8 @@ gradient of its own: both gradients are grouped products again, one grouped alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Protocol
 
@@ -119,8 +120,8 @@ class FusedModule:
 
     ending: str
     objection: Callable[[Any], str | None]
-    forward: Callable[[Any, Operators], Callable[..., Any]]
-    trial: Callable[[Any, Callable[..., Any], Operators], FusedTrial]
+    forward: Callable[[Any, Any], Callable[..., Any]]
+    trial: Callable[[Any, Any], FusedTrial]
 
 
 def install_fused_ops(module: nn.Module, wanted: Sequence[str], operators: Operators, decide: Decide) -> None:
@@ -128,45 +129,51 @@ def install_fused_ops(module: nn.Module, wanted: Sequence[str], operators: Opera
 
     Experts that are left run one after the other: what transformers prefers is a grouped product that torch_npu lacks.
     """
-    _replace_forwards(module, wanted, operators, decide)
+    _replace_forwards(module, {name: FUSED_MODULES[name] for name in wanted}, operators, "device.fused_ops", decide)
     left = [m for m in module.modules() if hasattr(m, "_is_expert_parallel") and "forward" not in vars(m)]
     if left:
         module.set_experts_implementation("eager")  # type: ignore[operator]
         decide.record_fact("experts", "one after the other", "torch_npu 2.13 has no grouped product under torch's name")
 
 
-def _replace_forwards(module: nn.Module, wanted: Sequence[str], operators: Operators, decide: Decide) -> None:
+def install_liger_kernels(module: nn.Module, operators: Any, decide: Decide) -> None:
+    """Replace the forward of norms, attention and dense MLPs; operators: liger_kernel.ops."""
+    _replace_forwards(module, LIGER_MODULES, operators, "model.kernels", decide)
+
+
+def _replace_forwards(
+    module: nn.Module, wanted: Mapping[str, FusedModule], operators: Any, option: str, decide: Decide
+) -> None:
     config: Any = module.config
     if not wanted:
         return
     if config.model_type not in FAMILIES:
-        decide("device.fused_ops", ", ".join(wanted), "none", f"{config.model_type} is none of {', '.join(FAMILIES)}")
+        decide(option, ", ".join(wanted), "none", f"{config.model_type} is none of {', '.join(FAMILIES)}")
         return
     home = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
-    for name in wanted:
-        kind = FUSED_MODULES[name]
+    for name, kind in wanted.items():
         parts = [m for m in module.modules() if type(m).__module__ == home and type(m).__name__.endswith(kind.ending)]
         if not parts:
             continue
         if reason := _objection(kind, parts[0], operators):
-            decide(f"device.fused_ops.{name}", "fused", "transformers' own", reason)
+            decide(f"{option}.{name}", "fused", "transformers' own", reason)
             continue
         forward = kind.forward(parts[0], operators)
         for part in parts:
             part.forward = MethodType(forward, part)
         text = f"{type(parts[0]).__name__} and similar modules"
-        decide.record_fact(f"device.fused_ops.{name}", f"{len(parts)} modules", text)
+        decide.record_fact(f"{option}.{name}", f"{len(parts)} modules", text)
 
 
 @torch.enable_grad()
-def _objection(kind: FusedModule, part: Any, operators: Operators) -> str | None:
+def _objection(kind: FusedModule, part: Any, operators: Any) -> str | None:
     """Why not: the module is of another kind, the operator is not there, or it gives something else."""
     if reason := kind.objection(part):
         return reason
     if next(part.parameters()).device.type == "meta":  # where nothing is computed, nothing can be tried
         return None
     try:
-        own, fused, given = kind.trial(part, kind.forward(part, operators), operators)
+        own, fused, given = kind.trial(part, kind.forward(part, operators))
         if not _is_close(own.detach(), fused.detach()):
             return "the operator's output differs from the module's"
         trainable = [tensor for tensor in given if tensor.requires_grad]
@@ -189,11 +196,11 @@ def _random_tensor(like: Tensor, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
 
 
-def _norm_forward(part: Any, operators: Operators) -> Callable[..., Any]:
+def _norm_forward(norm: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight
         wide = torch.promote_types(hidden_states.dtype, weight.dtype)  # the operator needs one type
-        return operators.npu_rms_norm(hidden_states.to(wide), weight.to(wide), self.variance_epsilon)[0]
+        return norm(hidden_states.to(wide), weight.to(wide), self.variance_epsilon)
 
     return forward
 
@@ -202,14 +209,14 @@ def _norm_objection(part: Any) -> str | None:
     return None if hasattr(part, "variance_epsilon") else "it does not expose its epsilon"
 
 
-def _norm_trial(part: Any, forward: Callable[..., Any], _: Operators) -> FusedTrial:
+def _norm_trial(part: Any, forward: Callable[..., Any]) -> FusedTrial:
     x = (_random_tensor(part.weight, 3, len(part.weight)) * 3).requires_grad_()
     return FusedTrial(part(x), forward(part, x), (x, part._parameters["weight"]))
 
 
-def _swiglu_forward(part: Any, operators: Operators) -> Callable[..., Any]:
+def _swiglu_forward(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return self.down_proj(operators.npu_swiglu(torch.cat([self.gate_proj(x), self.up_proj(x)], -1), dim=-1))
+        return self.down_proj(product(self.gate_proj(x), self.up_proj(x)))
 
     return forward
 
@@ -220,12 +227,12 @@ def _silu_objection(part: Any) -> str | None:
     return None if is_silu else f"its activation is {type(part.act_fn).__name__}, not SiLU"
 
 
-def _mlp_trial(part: Any, forward: Callable[..., Any], _: Operators) -> FusedTrial:
+def _mlp_trial(part: Any, forward: Callable[..., Any]) -> FusedTrial:
     x = _random_tensor(part.gate_proj.weight, 3, part.gate_proj.in_features).requires_grad_()
     return FusedTrial(part(x), forward(part, x), (x,))
 
 
-def _fused_rotary(operators: Operators) -> Callable[..., tuple[Tensor, Tensor]]:
+def _npu_rotary(operators: Operators) -> Callable[..., tuple[Tensor, Tensor]]:
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q.dtype, cos.dtype)
         cos, sin = (x.unsqueeze(unsqueeze_dim).to(wide) for x in (cos, sin))
@@ -235,10 +242,10 @@ def _fused_rotary(operators: Operators) -> Callable[..., tuple[Tensor, Tensor]]:
     return apply
 
 
-def _attention_forward(part: Any, operators: Operators) -> Callable[..., Any]:
+def _attention_forward(part: Any, rotary: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
     """The module's own forward, in which one name stands for another function."""
     own = type(part).forward
-    names = {**own.__globals__, ROTARY: _fused_rotary(operators)}
+    names = {**own.__globals__, ROTARY: rotary}
     bound = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
     bound.__kwdefaults__ = own.__kwdefaults__
     return bound
@@ -250,13 +257,13 @@ def _attention_objection(part: Any) -> str | None:
     return None if calls else f"it does not call {ROTARY}"
 
 
-def _rotary_trial(part: Any, _: Callable[..., Any], operators: Operators) -> FusedTrial:
+def _rotary_trial(part: Any, forward: Any) -> FusedTrial:
     weight = part.q_proj.weight
     q, k = (_random_tensor(weight, 1, heads, 3, part.head_dim).requires_grad_() for heads in (4, 2))
     angles = torch.arange(3.0)[:, None] + torch.arange(float(part.head_dim // 2))
     cos, sin = (torch.cat([x, x], -1)[None].to(weight) for x in (angles.cos(), angles.sin()))
     own = type(part).forward.__globals__[ROTARY](q, k, cos, sin)
-    fused = _fused_rotary(operators)(q, k, cos, sin)
+    fused = forward.__globals__[ROTARY](q, k, cos, sin)
     return FusedTrial(torch.cat(own, 1), torch.cat(fused, 1), (q, k))
 
 
@@ -274,7 +281,7 @@ def _experts_objection(part: Any) -> str | None:
     return _silu_objection(part)
 
 
-def _experts_trial(part: Any, forward: Callable[..., Any], _: Operators) -> FusedTrial:
+def _experts_trial(part: Any, forward: Callable[..., Any]) -> FusedTrial:
     x = _random_tensor(part.down_proj, 5, part.hidden_dim).requires_grad_()
     scores = _random_tensor(part.down_proj, 5, part.num_experts).float().softmax(-1)
     weights, chosen = scores.topk(min(2, part.num_experts), -1)
@@ -285,8 +292,40 @@ def _experts_trial(part: Any, forward: Callable[..., Any], _: Operators) -> Fuse
 
 
 FUSED_MODULES = {
-    "rms_norm": FusedModule("RMSNorm", _norm_objection, _norm_forward, _norm_trial),
-    "rotary": FusedModule("Attention", _attention_objection, _attention_forward, _rotary_trial),
-    "swiglu": FusedModule("MLP", _silu_objection, _swiglu_forward, _mlp_trial),
+    "rms_norm": FusedModule(
+        "RMSNorm", _norm_objection, lambda _, of: _norm_forward(lambda *x: of.npu_rms_norm(*x)[0]), _norm_trial
+    ),
+    "rotary": FusedModule(
+        "Attention", _attention_objection, lambda part, of: _attention_forward(part, _npu_rotary(of)), _rotary_trial
+    ),
+    "swiglu": FusedModule(
+        "MLP",
+        _silu_objection,
+        lambda _, of: _swiglu_forward(lambda *x: of.npu_swiglu(torch.cat(x, -1), dim=-1)),
+        _mlp_trial,
+    ),
     "grouped_matmul": FusedModule("Experts", _experts_objection, _experts_forward, _experts_trial),
+}
+
+
+def _liger_rotary(operators: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        first, second = operators.LigerRopeFunction.apply(q, k, cos, sin, None, unsqueeze_dim)
+        return first, second
+
+    return apply
+
+
+def _liger_norm(operators: Any) -> Callable[..., Any]:
+    # weights shifted by 0, rounded as in Llama, and its gradient not written over the one it gets
+    return _norm_forward(lambda *given: operators.LigerRMSNormFunction.apply(*given, 0.0, "llama", False))
+
+
+LIGER_MODULES = {
+    name: replace(FUSED_MODULES[name], forward=forward)
+    for name, forward in {
+        "rms_norm": lambda _, of: _liger_norm(of),
+        "rotary": lambda part, of: _attention_forward(part, _liger_rotary(of)),
+        "swiglu": lambda _, of: _swiglu_forward(of.LigerSiLUMulFunction.apply),
+    }.items()
 }

@@ -1,0 +1,35 @@
+"""The largest micro-batch of a job that fits a card, by the estimate of its memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from functools import cache
+
+from runner.device.cards import GIB, Card
+from runner.spec.job import JobSpec
+from runner.tools.plan.estimate import Estimate, estimate
+from runner.tools.plan.measure import longest_row_tokens
+
+LARGEST = 2**17  # tokens: a larger micro-batch is not faster
+
+
+def largest_micro_batch(spec: JobSpec, card: Card) -> tuple[int, str]:
+    """Tokens, and the reason: a power of two, not below the longest row, which stands where none fits."""
+
+    @cache
+    def plan(size: int) -> Estimate:
+        return estimate(with_micro_batch(spec, size), card)
+
+    longest = longest_row_tokens(spec)
+    sizes = [size for size in (2**k for k in range(LARGEST.bit_length())) if size >= longest]
+    fitting = bisect_left(sizes, True, key=lambda size: not plan(size).fits(card))
+    if not fitting:
+        return longest, f"the longest row; by the estimate of run plan it may not fit the {card.name}"
+    tokens = sizes[fitting - 1]
+    most, memory = (f"{size / GIB:.1f}" for size in (plan(tokens).fullest_band(card).high, card.memory))
+    return tokens, f"at most {most} of {memory} GiB of the {card.name}, by the estimate of run plan"
+
+
+def with_micro_batch(spec: JobSpec, tokens: int) -> JobSpec:
+    """The job with this algorithm.micro_batch_tokens."""
+    return spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"micro_batch_tokens": tokens})})

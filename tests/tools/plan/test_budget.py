@@ -1,0 +1,86 @@
+"""algorithm.micro_batch_tokens=null: the largest micro-batch that fits by the estimate, the same on every rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from runner.build import micro_batch
+from runner.build.micro_batch import resolve_micro_batch
+from runner.cli.job_builder import compose_job
+from runner.core.auto_choices import Decisions
+from runner.core.errors import SpecError
+from runner.device.cards import CARDS, GIB, Card
+from runner.device.config import CpuConfig
+from runner.device.cpu import Cpu
+from runner.distributed.work_partition import SINGLE_PROCESS
+from runner.spec.job import JobSpec
+from runner.tools.plan.budget import largest_micro_batch, with_micro_batch
+from runner.tools.plan.estimate import estimate
+
+CARD = CARDS["H100"]
+
+
+def job(*words: str) -> JobSpec:
+    words = words or ("algorithm.micro_batch_tokens=null",)
+    given = ("+recipe=sft_demo", "device=cuda", "data.max_length=600", *words)
+    return compose_job(given).spec
+
+
+def fits(spec: JobSpec, tokens: int, card: Card) -> bool:
+    given = with_micro_batch(spec, tokens)
+    return estimate(given, card).fits(card)
+
+
+def test_it_is_the_largest_power_of_two_that_fits() -> None:
+    spec, card = job(), CARD._replace(memory=2 * GIB)
+    tokens, reason = largest_micro_batch(spec, card)
+    assert 600 <= tokens < 2**17 and tokens.bit_count() == 1
+    assert fits(spec, tokens, card) and not fits(spec, 2 * tokens, card)
+    assert "of 2.0 GiB of the H100, by the estimate of run plan" in reason
+
+
+def test_more_memory_allows_more_up_to_a_limit() -> None:
+    assert largest_micro_batch(job(), CARD)[0] == 2**17
+
+
+def test_the_longest_row_is_the_least() -> None:
+    tokens, reason = largest_micro_batch(job(), CARD._replace(memory=GIB // 2))
+    assert tokens == 600 and "may not fit" in reason
+
+
+def resolved(spec: JobSpec, device: Any) -> tuple[int | None, str]:
+    found = resolve_micro_batch(spec, device, SINGLE_PROCESS, decisions := Decisions(strict=True))
+    [fact] = decisions.records()["facts"]
+    assert fact["feature"] == "algorithm.micro_batch_tokens"
+    assert fact["value"] == str(found.algorithm.micro_batch_tokens)
+    return found.algorithm.micro_batch_tokens, fact["reason"]
+
+
+def test_a_cpu_takes_a_fixed_number() -> None:
+    assert resolved(job(), Cpu(CpuConfig(), decide=Decisions()))[0] == 4096
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_card_takes_what_the_plan_gives_or_says_why_not(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+    card = CARD._replace(memory=2 * GIB)
+    monkeypatch.setattr(micro_batch, "card_of", lambda _: card)
+    spec, device = job(), SimpleNamespace(torch_device=torch.device("cuda"))
+    wanted = largest_micro_batch(spec, card)
+    if refused:
+        monkeypatch.setattr("runner.tools.plan.budget.estimate", raise_spec_error)
+        wanted = (4096, "without an estimate: the job spec has 0 problems")
+    assert resolved(spec, device) == wanted
+
+
+def raise_spec_error(*_: Any) -> None:
+    raise SpecError([])
+
+
+def test_a_number_stays_and_is_not_said() -> None:
+    spec = job("algorithm.micro_batch_tokens=64")
+    found = resolve_micro_batch(spec, SimpleNamespace(), SINGLE_PROCESS, decisions := Decisions())  # type: ignore[arg-type]
+    assert found is spec and not decisions.records()["facts"]
