@@ -195,6 +195,9 @@ class Learner(Model, Protocol):
 
     def optim_step(self, settings: OptimSettings | None = None) -> Metrics: ...  # None: those it was built with
 
+    # both, of one mini-batch; its metrics are read when what it returns is called, which raises as both do
+    def update(self, batch: Batch, loss: LossFn) -> Callable[[], Metrics]: ...
+
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...  # what learns, under the module's names
 
     def state_dict(self) -> State: ...

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from runner.core.device_kinds import find_kind
 from runner.core.errors import EnvironmentProblem
 from runner.core.rng import derive_seed
+from runner.core.torch_compat import seed_generators
 from runner.interfaces import Decide
 from runner.optimizer.config import AdamW8bitConfig, AdamWConfig, MuonConfig, SgdConfig
 
@@ -196,11 +197,8 @@ def _optimizer_class() -> Any:
             steps = [int(entry["step"]) for entry in self.state.values()]
             seed = derive_seed(self.seed, "stochastic rounding", max(steps, default=0))
             device = self.param_groups[0]["params"][0].device  # of all of them
-            cards = [] if device.type == "cpu" else [device]
-            with torch.random.fork_rng(cards, device_type=device.type):
-                torch.default_generator.manual_seed(seed)
-                for card in cards:
-                    torch.get_device_module(card).manual_seed(seed)
+            with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+                seed_generators(seed, device)
                 yield
 
         def state_dict(self) -> dict[str, Any]:

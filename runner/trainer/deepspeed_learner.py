@@ -27,6 +27,7 @@ class DeepSpeedLearner(LocalLearner):
     def __init__(self, *arguments: Any, zero: DeepSpeedZero, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._zero = zero
+        self.reads_late = False
 
     def _backward(self, total: Tensor, is_last: bool) -> None:
         self._zero.backward(total)

@@ -24,6 +24,7 @@ from runner.core.errors import TrainingDiverged
 from runner.core.metrics import Metrics
 from runner.core.micro_batches import footprints
 from runner.core.rng import derive_seed
+from runner.core.torch_compat import seed_generators
 from runner.distributed.dtensor_utils import clip_grads_with_norm_, full_tensor
 from runner.distributed.gradient_sums import MeshGradientReducer
 from runner.distributed.work_partition import (
@@ -48,6 +49,7 @@ from runner.interfaces import (
 )
 from runner.interfaces.learning import OptimSettings
 from runner.interfaces.routing import ExpertCounts
+from runner.optimizer.fused_step import can_skip, step_if_finite
 from runner.trainer.optimizer_state import learner_state, restore_learner_state
 
 log = logging.getLogger("runner")
@@ -107,8 +109,9 @@ class LocalLearner:
             self._parameters = model.trainable()
         if hasattr(optimizer, "seed"):  # it draws random bits
             optimizer.seed = derive_seed(seed, "optimizer", prefix)
+        self.reads_late = can_skip(optimizer)
         self._step = self._micro = 0
-        self._said_oversized = self._said_few = self._said_dead = False
+        self._logged = set[str]()  # what messages that appear once were about
         self._idle_for: Tensor | None = None  # mini-batches in a row without a token for each expert, int64 [M, E]
 
     def begin_step(self, step: int) -> None:
@@ -154,7 +157,7 @@ class LocalLearner:
             parameter.grad = None
         try:
             with self._during():
-                found = self._accumulate(batch, loss, keep)
+                found = self._accumulate(batch, loss, keep)()
         except BaseException:
             self.optimizer.zero_grad(set_to_none=True)
             self._gradients.discard()
@@ -165,8 +168,8 @@ class LocalLearner:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return found
 
-    def _accumulate(self, batch: Batch, loss: LossFn, keep: frozenset[str]) -> tuple[Metrics, Outputs]:
-        """The passes of `forward_backward`, which leave the gradient of this mini-batch alone."""
+    def _accumulate(self, batch: Batch, loss: LossFn, keep: frozenset[str]) -> Callable[[], tuple[Metrics, Outputs]]:
+        """The passes of `forward_backward`; returns what reads their metrics."""
         self.model.train()
         share = shard_batch(batch, self._budget, self._peers, padded=self.model.is_padded)
         micros, waiting = list(share), dict[tuple[int, int], Tensor]()
@@ -174,7 +177,12 @@ class LocalLearner:
             self.model.media.start_reading(micro)
         metrics, total = Metrics(), torch.zeros((), device=self._device)
         kept: list[Outputs] = []
-        self._report_few_micro_batches(len(micros))
+        if len(micros) < (stages := self._stage.num_stages):
+            self._log_once(
+                f"fewer micro-batches ({len(micros)}) than stages (parallelism.pp={stages}), so stages are mostly "
+                f"idle: lower algorithm.micro_batch_tokens={self._budget}, or raise algorithm.batch_size",
+                "stages",
+            )
         turns = self._stage.schedule(len(micros))
         for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
             if turn.backward:
@@ -191,22 +199,23 @@ class LocalLearner:
                 metrics.merge(value.metrics)
                 kept.append(drop_filler_outputs({name: outputs[name].detach() for name in keep}, own))
         self._micro += len(micros)
-        done = RankResult(
-            float(total),
-            metrics.plain(),
-            [size for micro in share.micro_batches for size in self._oversized_tokens(micro)],
-            self._pop_expert_counts(),
-        )
-        found = concat_outputs(kept) if kept else {}
-        return self._merge_rank_results(self._peers.all_gather(done)), share.gather_outputs(
-            self._peers, found
-        ) if keep else {}
+        routing = self.model.routing
+        counts = None if routing is None else routing.pop_counts()
+
+        def read() -> tuple[Metrics, Outputs]:
+            oversized = [size for micro in share.micro_batches for size in self._oversized_tokens(micro)]
+            experts = None if counts is None else counts.to_cpu()
+            done = self._peers.all_gather(RankResult(float(total), metrics.plain(), oversized, experts))
+            found = concat_outputs(kept) if kept else {}
+            return self._merge_rank_results(done), share.gather_outputs(self._peers, found) if keep else {}
+
+        return read
 
     def _seed_dropout(self, micro: int) -> None:
         """Begin the dropout stream of a micro-batch, in the layers that it passes next."""
         stream = (self._micro + micro) * self._drawing.size + self._drawing.rank
         deeper = [self._stage.index] if self._stage.index else []
-        _seed_generators(derive_seed(self._seed, "dropout", self._step, stream, *deeper), self._device)
+        seed_generators(derive_seed(self._seed, "dropout", self._step, stream, *deeper), self._device)
 
     @contextmanager
     def _counting_experts(self, own: bool) -> Iterator[None]:
@@ -217,10 +226,6 @@ class LocalLearner:
         if self.model.routing is not None:
             self.model.routing.counts_tokens = False
 
-    def _pop_expert_counts(self) -> ExpertCounts | None:
-        counts = None if self.model.routing is None else self.model.routing.pop_counts()
-        return None if counts is None else counts.to_cpu()
-
     def _backward(self, total: Tensor, is_last: bool) -> None:
         """Add the gradient of a micro-batch, whose backward pass begins at `total`."""
         with self._gradients.backward(list(self._parameters.values()), is_last):
@@ -228,7 +233,14 @@ class LocalLearner:
 
     def _merge_rank_results(self, ranks: Sequence[RankResult]) -> Metrics:
         """The metrics of all ranks. Raises TrainingDiverged if their losses add up to no finite number."""
-        self._report_oversized([size for done in ranks for size in done.oversized])
+        if sizes := [size for done in ranks for size in done.oversized]:
+            padding = ", padding included" if self.model.is_padded else ""
+            patches = ", patches of images included" if self.model.media else ""
+            self._log_once(
+                f"{len(sizes)} items are longer than algorithm.micro_batch_tokens={self._budget} (the longest: "
+                f"{max(sizes)} tokens{padding}{patches}); each of them is a separate micro-batch",
+                "sizes",
+            )
         total = sum(done.total for done in ranks)
         if not math.isfinite(total):
             raise TrainingDiverged(
@@ -249,15 +261,20 @@ class LocalLearner:
         before = torch.zeros_like(counts.chosen) if self._idle_for is None else self._idle_for
         self._idle_for = torch.where(counts.idle, before + 1, 0)
         dead = self._idle_for >= DEAD_AFTER
-        if self._said_dead or not bool(dead.any()):
-            return
-        self._said_dead = True
-        layer, expert = dead.nonzero()[0].tolist()
-        log.warning(
-            "step %d: %d experts of %d got no token in %d mini-batches, the first is expert %d of layer %d with "
-            "experts; they are not trained (router/idle_experts); this warning appears once",
-            *(self._step + 1, int(dead.sum()), dead.numel(), DEAD_AFTER, expert, layer),
-        )
+        if bool(dead.any()):
+            layer, expert = dead.nonzero()[0].tolist()
+            self._log_once(
+                f"{int(dead.sum())} experts of {dead.numel()} got no token in {DEAD_AFTER} mini-batches, the first is "
+                f"expert {expert} of layer {layer} with experts; they are not trained (router/idle_experts)",
+                "experts",
+                logging.WARNING,
+            )
+
+    def _log_once(self, text: str, about: str, level: int = logging.INFO) -> None:
+        """Log the first of the messages about something that may recur in every step."""
+        if about not in self._logged:
+            self._logged.add(about)
+            log.log(level, "step %d: %s; this warning appears once", self._step + 1, text)
 
     def _forward(self, micro: Batch, loss: LossFn, own: bool) -> tuple[Tensor, Loss, Outputs]:
         """The tensor that a micro-batch's backward pass starts at, its loss and its outputs.
@@ -300,34 +317,6 @@ class LocalLearner:
         taken = int(footprints(micro, self.model.is_padded).slots()[-1])
         return [taken] if taken > self._budget else []
 
-    def _report_oversized(self, oversized: list[int]) -> None:
-        if not oversized or self._said_oversized:
-            return
-        self._said_oversized = True
-        log.info(
-            "step %d: %d items are longer than algorithm.micro_batch_tokens=%d (the longest: %d tokens%s%s); each of "
-            "them is a separate micro-batch; this warning appears once",
-            self._step + 1,
-            len(oversized),
-            self._budget,
-            max(oversized),
-            ", padding included" if self.model.is_padded else "",
-            ", patches of images included" if self.model.media else "",
-        )
-
-    def _report_few_micro_batches(self, micros: int) -> None:
-        if micros >= self._stage.num_stages or self._said_few:
-            return
-        self._said_few = True
-        log.info(
-            "step %d: fewer micro-batches (%d) than stages (parallelism.pp=%d), so stages are mostly idle: lower "
-            "algorithm.micro_batch_tokens=%d, or raise algorithm.batch_size; this warning appears once",
-            self._step + 1,
-            micros,
-            self._stage.num_stages,
-            self._budget,
-        )
-
     def optim_step(self, settings: OptimSettings | None = None) -> Metrics:
         """Clip, step, clear. settings: of this step and those after it, of AdamW.
 
@@ -335,7 +324,33 @@ class LocalLearner:
         """
         if settings is not None:
             self._apply_settings(settings)
-        norm = self._step_optimizer()
+        return self._step_metrics(self._step_optimizer())
+
+    def update(self, batch: Batch, loss: LossFn) -> Callable[[], Metrics]:
+        """`forward_backward` and `optim_step`, whose metrics the host reads by calling what it returns.
+
+        Raises TrainingDiverged as they do. Where the optimizer's kernel can skip an update that is not finite, the host
+        waits for the device, and raises, only when it reads.
+        """
+        if not self.reads_late:
+            metrics, _ = self.forward_backward(batch, loss)
+            metrics.merge(self.optim_step())
+            return lambda: metrics
+        with self._during():
+            read = self._accumulate(batch, loss, frozenset())
+        norm = self._gradients.total_norm(list(self._parameters.values()))
+        step_if_finite(self.optimizer, norm, self._clip)
+        self.optimizer.zero_grad(set_to_none=True)
+
+        def finish() -> Metrics:
+            found, _ = read()
+            self._check_grad_norm(norm)
+            found.merge(self._step_metrics(norm))
+            return found
+
+        return finish
+
+    def _step_metrics(self, norm: Tensor) -> Metrics:
         metrics = Metrics()
         metrics.add(f"{self._prefix}/grad_norm", norm)
         metrics.add(f"{self._prefix}/lr", self.optimizer.param_groups[0]["lr"])
@@ -377,13 +392,3 @@ class LocalLearner:
     def load_state_dict(self, state: State) -> None:
         """Restore `state_dict`. Raises CheckpointError unless names and shapes are exactly this model's."""
         restore_learner_state(self._parameters, self.optimizer, state)
-
-
-def _seed_generators(seed: int, device: torch.device) -> None:
-    """Seed like torch.manual_seed, but only the devices that this process uses.
-
-    torch.manual_seed looks for backends that are not there, at 200 times the cost.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type not in ("cpu", "meta"):
-        torch.get_device_module(device).manual_seed(seed)

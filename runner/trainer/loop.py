@@ -1,6 +1,6 @@
 """The one loop, and the feed that runs collection up to `lag` steps ahead of it.
 
-    collect ─▶ prepare ─▶ forward_backward · optim_step ─▶ publish ─▶ callbacks
+    collect ─▶ prepare ─▶ update                     ─▶ read ─▶ publish ─▶ callbacks
     (feed)     (trainer)   (per mini-batch and role)
 
     step s is collected with exactly the weights published after step s - 1 - lag
@@ -165,16 +165,17 @@ def _run_step(job: TrainingJob, step: int) -> StepResult:
     begin = time.perf_counter()
     experience = job.feed.take(step)
     collected = time.perf_counter()
-    metrics, tokens, trained_tokens, flops = Metrics(), 0, 0, 0.0
+    metrics, tokens, trained_tokens, flops, updates = Metrics(), 0, 0, 0.0, []
     for learner in job.learners.values():
         learner.begin_step(step)
     for batch in job.algorithm.prepare(experience, job.models):
         tokens += batch.num_tokens
         trained_tokens += batch.totals["tokens"]
         for role, loss in job.algorithm.losses.items():
-            metrics.merge(job.learners[role].forward_backward(batch, loss)[0])
-            metrics.merge(job.learners[role].optim_step())
+            updates.append(job.learners[role].update(batch, loss))
             flops += job.flops[role](batch)
+    for read in updates:  # before weights are published or saved: it raises if one was not finite
+        metrics.merge(read())
     job.device.synchronize()
     end = time.perf_counter()
     device_s = (end - begin) * job.peers.size

@@ -43,15 +43,22 @@ class PassesEnded(Exception):
     """All forward and backward passes of a mini-batch were made; what follows reads the loss, and waits."""
 
 
-class Observed(SingleStage):
-    """The stage of a whole model whose passes may not wait for a device; it ends with PassesEnded."""
+class Turns(list[PipelineOp]):
+    """Passes that may not wait for a device, and end with PassesEnded."""
 
-    def schedule(self, count: int) -> Iterator[PipelineOp]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[PipelineOp]:
+        with refusing_waits():
+            yield from super().__iter__()
+        raise PassesEnded
+
+
+class Observed(SingleStage):
+    """The stage of a whole model, with `Turns`."""
+
+    def schedule(self, count: int) -> Turns:
         """See `SingleStage`."""
         assert count > 1, "several micro-batches, whose metrics are merged"
-        with refusing_waits():
-            yield from super().schedule(count)
-        raise PassesEnded
+        return Turns(super().schedule(count))
 
 
 @contextmanager
@@ -80,6 +87,17 @@ def test_no_pass_waits(job: str, device: str, tmp_path: Path) -> None:
         learner._stage = Observed()
         with pytest.raises(PassesEnded):
             learner.forward_backward(batch, loss)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("job", ["sft", "lora"])
+def test_no_update_waits_until_it_is_read(job: str, tmp_path: Path) -> None:
+    made, batch = first_mini_batch((*JOBS[job], "device=cuda", "device.deterministic=false"), tmp_path)
+    learner, loss = made.learners["policy"], made.algorithm.losses["policy"]
+    learner.update(batch, loss)()  # the first one makes handles, workspaces and the optimizer's state
+    with refusing_waits():
+        read = learner.update(batch, loss)
+    assert learner.reads_late and read().result()["train/grad_norm"] > 0  # type: ignore[attr-defined]
 
 
 def test_a_wait_is_seen(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ class RecordingLearner(LocalLearner):
 
     def __init__(self, learner: LocalLearner, role: str, prints: dict[str, TensorSketch]) -> None:
         vars(self).update(vars(learner))
+        self.reads_late = False
         self._role, self._prints = role, prints
         model: Any = learner.model
         self._model = model
