@@ -10,6 +10,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -191,6 +192,12 @@ def test_no_file_and_no_function_is_too_large() -> None:
     files = {str(p.relative_to(ROOT)): n for p in ALL_MODULES if (n := p.read_text().count("\n")) > MAX_FILE_LINES}
     large = {name: n for path in ALL_MODULES for name, n in functions(path) if n > MAX_FUNCTION_LINES}
     assert (files, large) == ({}, {})
+
+
+def test_no_folder_of_tests_is_left_out(request: pytest.FixtureRequest) -> None:
+    left_out: list[str] = request.config.getini("norecursedirs")
+    folders = {part for path in tracked() for part in path.relative_to(ROOT).parts[:-1] if path.name[:5] == "test_"}
+    assert not [name for name in folders if any(fnmatch(name, pattern) for pattern in left_out)]
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -187,8 +187,9 @@ def test_who_samples_ahead_does_so_on_the_ranks_own_card(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.accelerator, "set_device_index", use)
     algorithm: Any = SimpleNamespace(collect=lambda step: step, lag=1, encode=dict, decode=dict)
+    models: Any = SimpleNamespace(learners={})
     for device in (torch.device("cuda", 3), torch.device("cpu")):
-        with _experience_queue(SimpleNamespace(steps=2), algorithm, None, device) as feed:  # type: ignore[arg-type]
+        with _experience_queue(SimpleNamespace(steps=2), algorithm, None, device, models) as feed:  # type: ignore[arg-type]
             feed.start(0)
             assert [feed.take(step) for step in range(2)] == [0, 1]
     assert {index for _, index in used} == {3} and all(name.startswith("feed") for name, _ in used) and len(used) == 2

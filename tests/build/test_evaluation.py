@@ -17,7 +17,7 @@ def test_the_loss_is_of_plain_texts_and_expected_answers_that_the_model_can_hold
 
     decide, policy = Decisions(), SimpleNamespace(length_limit=(4, "its positions"))
     rest: Any = None
-    parts = AnswerParts(rest, policy, rest, decide, no_reward, None, None, rest)  # type: ignore[arg-type]
+    parts = AnswerParts(rest, policy, rest, decide, no_reward, rest, None, None, rest)  # type: ignore[arg-type]
     held_out = [question(3, "p", "a"), question(5, "p", "a"), question(2, "p", ""), question(2, "", "")]
     assert parts._with_loss(held_out, "eval/x") == [held_out[0].item, held_out[3].item]
     [left_out] = decide.entries
