@@ -1,7 +1,7 @@
 """The checkpoints/ folder: write staged, rename, keep the newest; read the newest valid one.
 
-    .staging-… ─ files, fsync ─ MANIFEST, fsync ─▶ rename ─ fsync ─▶ step-00000100 ─ verify ─▶ retention
-                                                                     old ones ─ rename ─▶ .trash-… ─▶ removed
+    .staging-… ─ files, fsync ─ MANIFEST, fsync ─▶ rename ─ fsync ─▶ step-00000100 ─▶ retention
+                                                            old ones ─ rename ─▶ .trash-… ─▶ removed
 
 A process that is killed at any time leaves earlier checkpoints unchanged, and at most a folder whose name begins with a
 dot, which the next save removes. Each rank writes its shards of the tensors; rank 0, which has the run's lock, does
@@ -22,16 +22,17 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from runner.checkpoint import format
 from runner.checkpoint.config import CheckpointConfig, direction
-from runner.checkpoint.format import DamagedCheckpoint, Manifest
+from runner.checkpoint.format import DamagedCheckpoint, FilePart, Manifest
 from runner.checkpoint.save_plan import SavePlan
 from runner.core import fsync_io, safetensors_layout
 from runner.core.errors import CheckpointError, Problem, SpecError, StorageError
 from runner.core.fsync_io import failpoint
-from runner.distributed.work_partition import run_on_all, run_on_rank0
+from runner.distributed.work_partition import run_on_all, run_on_rank0, run_partitioned
 from runner.interfaces import RankCollectives, State
 
 STEP_FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
@@ -127,7 +128,7 @@ def _verify_file(path: Path, record: format.FileRecord) -> None:
         size = path.stat().st_size
         if size != record.bytes:
             raise DamagedCheckpoint(f"{path.name}: has {size} bytes instead of {record.bytes}")
-        if fsync_io.sha256(path) != record.sha256:
+        if not format.is_intact(path, record):
             raise DamagedCheckpoint(f"{path.name}: its contents do not match their checksum")
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name}: {fsync_io.error_reason(error)}") from error
@@ -154,8 +155,9 @@ class CheckpointWriter:
         run_on_all(peers, lambda: _refuse_infinite(agreed))
         staging = run_on_rank0(peers, lambda: self._create_staging(step, agreed))
         try:
-            run_on_all(peers, lambda: self._write_pieces(step, staging, agreed, peers.rank))
-            return run_on_rank0(peers, lambda: self._commit(step, staging, agreed, metrics))
+            write = partial(self._write_pieces, step, staging, agreed, peers.rank)
+            written = run_partitioned(peers, range(peers.size), lambda _: [write()])
+            return run_on_rank0(peers, lambda: self._commit(step, staging, agreed, written, metrics))
         finally:
             if peers.rank == 0 and staging.exists():
                 shutil.rmtree(staging)
@@ -182,22 +184,31 @@ class CheckpointWriter:
                 raise
             return staging
 
-    def _write_pieces(self, step: int, staging: Path, agreed: SavePlan, rank: int) -> None:
-        """Write this rank's shards to the disk."""
+    def _write_pieces(self, step: int, staging: Path, agreed: SavePlan, rank: int) -> dict[str, FilePart]:
+        """Write this rank's shards to the disk; returns what it wrote of each section."""
         if not staging.is_dir():
             text = f"rank {rank} does not see {staging}, which rank 0 created"
             raise StorageError(f"{text}; put the run's folder on storage that all machines share")
+        written = {}
         with self._translate_errors(step, agreed.num_bytes):
             for name, held in agreed.pieces.items():
-                format.write_pieces(staging / f"{name}{format.SUFFIX}", agreed.layouts[name], held)
+                written[name] = format.write_pieces(staging / f"{name}{format.SUFFIX}", agreed.layouts[name], held)
                 failpoint("checkpoint.mid_write")
+        return written
 
-    def _commit(self, step: int, staging: Path, agreed: SavePlan, metrics: Mapping[str, float]) -> Path:
+    def _commit(
+        self,
+        step: int,
+        staging: Path,
+        agreed: SavePlan,
+        written: Sequence[Mapping[str, FilePart]],
+        metrics: Mapping[str, float],
+    ) -> Path:
         """Write the manifest, rename the folder, and delete old checkpoints."""
         target = self._root / folder_name(step)
         with self._translate_errors(step, agreed.num_bytes):
             failpoint("checkpoint.before_manifest")
-            manifest = format.build_manifest(staging, step, metrics)
+            manifest = format.build_manifest(step, metrics, agreed.values, agreed.layouts, written)
             fsync_io.write_new(staging / format.MANIFEST_FILE, format.encode_manifest(manifest))
             failpoint("checkpoint.after_manifest")
             fsync_io.fsync_path(staging)
@@ -207,7 +218,7 @@ class CheckpointWriter:
             os.rename(staging, target)
             failpoint("checkpoint.after_rename")
             fsync_io.fsync_path(self._root)
-            self._verify_written(step)
+            self._verified[step] = manifest
             self._delete_old()
         return target
 
@@ -261,16 +272,6 @@ class CheckpointWriter:
             os.rename(target, aside)
             self._verified.pop(step, None)
             self._report(f"checkpoints: the damaged {target.name} was renamed to {aside.name}; you can delete it")
-
-    def _verify_written(self, step: int) -> None:
-        """Verify the new checkpoint before older ones are deleted."""
-        try:
-            self._verified[step] = verify(self._root, step)
-        except DamagedCheckpoint as error:
-            raise StorageError(
-                f"verification of the checkpoint just written failed: {folder_name(step)}: {error}. The disk or the "
-                f"memory is faulty; older checkpoints are unchanged. {self._next_step_text()}"
-            ) from error
 
     def _delete_old(self) -> None:
         """Delete valid checkpoints that are neither among the newest nor the best; damaged ones do not count."""
