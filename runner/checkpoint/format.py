@@ -73,7 +73,7 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Size in bytes and digest of one file; of a file that several ranks wrote, those of its header and `parts`."""
+    """Size in bytes and digest of a file; if several ranks wrote it, digests of its header and `parts`."""
 
     bytes: int
     xxh128: str = ""
@@ -90,11 +90,6 @@ class Manifest:
     metrics: Mapping[str, float]
     files: Mapping[str, FileRecord]
     schema: int = SCHEMA
-
-    @property
-    def total_bytes(self) -> int:
-        """Size of all its files."""
-        return sum(f.bytes for f in self.files.values())
 
 
 _BODY: TypeAdapter[Manifest] = TypeAdapter(Manifest)
@@ -209,7 +204,7 @@ def file_layout(entries: Mapping[str, TensorEntry]) -> FileLayout:
 
 
 def write_pieces(path: Path, layout: FileLayout, pieces: Mapping[str, TensorPiece]) -> FilePart:
-    """Write this rank's shards into the file of `create_file`, flush it, and return their digest. Raises OSError.
+    """Write this rank's shards into the file of `create_file`, and flush it. Raises OSError.
 
     The file is only written, never read: NFS would write back whole pages that it has read, and overwrite what another
     machine has written meanwhile.
@@ -305,17 +300,12 @@ def split_state(state: Mapping[str, State]) -> SplitState:
     return SplitState(values, tensors)
 
 
-def encode_values(values: Mapping[str, Any]) -> bytes:
-    """The content of state.json."""
-    return json.dumps(values, indent=1, allow_nan=False).encode() + b"\n"
-
-
-def refuse_infinite(section: str, pieces: Mapping[str, TensorPiece]) -> None:
-    """Raise TrainingDiverged if a number is not finite."""
-    for name, piece in pieces.items():
-        if not _is_finite(piece.values):
+def refuse_infinite(pieces: Mapping[str, Mapping[str, TensorPiece]]) -> None:
+    """Raise TrainingDiverged if a number of any section is not finite."""
+    for section, held in pieces.items():
+        if infinite := [name for name, piece in held.items() if not _is_finite(piece.values)]:
             raise TrainingDiverged(
-                f"{section}: the tensor {name} has NaN or infinity; no checkpoint was written, earlier ones are "
+                f"{section}: the tensor {infinite[0]} has NaN or infinity; no checkpoint was written, earlier ones are "
                 "unchanged: continue from them with a smaller optimizer.lr or optimizer.clip_norm"
             )
 

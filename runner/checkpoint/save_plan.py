@@ -22,7 +22,6 @@ from runner.checkpoint.format import (
     SplitState,
     TensorEntry,
     TensorPiece,
-    encode_values,
     file_layout,
     is_written_here,
     tensor_entries,
@@ -96,7 +95,8 @@ def make_save_plan(read: Callable[[], SplitState], peers: RankCollectives) -> Sa
         name: _pieces_to_write(held, part.listings[name], homes[name], peers.rank)
         for name, held in contents.tensors.items()
     }
-    return SavePlan(encode_values(values), {name: file_layout(one) for name, one in listings.items()}, pieces)
+    text = json.dumps(values, indent=1, allow_nan=False).encode() + b"\n"
+    return SavePlan(text, {name: file_layout(one) for name, one in listings.items()}, pieces)
 
 
 def _rank_state(contents: SplitState) -> RankState:

@@ -152,7 +152,7 @@ class CheckpointWriter:
 
         Raises what `CheckpointStore.save` raises.
         """
-        run_on_all(peers, lambda: _refuse_infinite(agreed))
+        run_on_all(peers, lambda: format.refuse_infinite(agreed.pieces))
         staging = run_on_rank0(peers, lambda: self._create_staging(step, agreed))
         try:
             write = partial(self._write_pieces, step, staging, agreed, peers.rank)
@@ -240,12 +240,9 @@ class CheckpointWriter:
         files = "" if fsync_io.has_free_inodes(self._root) else ", and the disk has no inodes for more files"
         return StorageError(
             f"checkpoint of step {step} in {self._root}: {why}; "
-            f"needed {need} bytes ({fsync_io.format_bytes(need)}), free {free} bytes "
-            f"({fsync_io.format_bytes(free)}){files}. {self._next_step_text()}"
+            f"needed {need} bytes ({fsync_io.format_bytes(need)}), free {free} bytes ({fsync_io.format_bytes(free)})"
+            f"{files}. Free disk space or fix the disk, then type: run resume {self._root.parent}"
         )
-
-    def _next_step_text(self) -> str:
-        return f"Free disk space or fix the disk, then type: run resume {self._root.parent}"
 
     def _remove_leftovers(self) -> None:
         """Remove folders of a process that ended while saving; only the run's writer may do this."""
@@ -299,11 +296,6 @@ def best_checkpoint(config: CheckpointConfig, described: Mapping[int, Manifest])
     """The best step by `checkpoint.best`; None if it was not measured."""
     values = {s: m.metrics for s, m in described.items()}
     return None if config.best is None else best_step(values, config.best, config.best_mode)
-
-
-def _refuse_infinite(agreed: SavePlan) -> None:
-    for name, pieces in agreed.pieces.items():
-        format.refuse_infinite(name, pieces)
 
 
 def best_step(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str | None) -> int | None:
