@@ -122,13 +122,22 @@ class ToolEnvironmentConfig(EnvironmentConfig):
     lockstep: bool = Field(
         default=False, description="Wait for all replies before the next turns: slower, bit-identical runs."
     )
-    workers: int = Field(default=64, ge=1, description="Number of episodes of a rank that run calls at the same time.")
+    workers: int = Field(
+        default=64,
+        ge=1,
+        description="Number of episodes of a rank that run calls at the same time. Four times as many have a process.",
+    )
     max_failures: int = Field(
         default=64, ge=1, description="Stop the run after this many consecutive episodes that failed."
     )
 
     def most_turns(self) -> int:
         return self.max_turns
+
+    @property
+    def max_episodes(self) -> int:
+        """Number of episodes of a rank that are played at the same time, each in a process."""
+        return 4 * self.workers
 
     def is_repeatable(self) -> bool:
         return self.lockstep
