@@ -171,7 +171,8 @@ class CheckpointWriter:
             self._root.mkdir(exist_ok=True)
             self._remove_leftovers()
             self._clear_target(step)
-            self._require_space(step, agreed.num_bytes)
+            if fsync_io.free_bytes(self._root) < 2 * agreed.num_bytes:  # other writers are unknown
+                raise self._storage_error(step, "not enough space", 2 * agreed.num_bytes)
             staging = self._root / f".staging-{step:08d}-{secrets.token_hex(4)}"
             staging.mkdir()
             try:
@@ -229,11 +230,6 @@ class CheckpointWriter:
             yield
         except OSError as error:
             raise self._storage_error(step, fsync_io.error_reason(error), need) from error
-
-    def _require_space(self, step: int, need: int) -> None:
-        """Raise StorageError if less than twice the size is free: other writers are unknown."""
-        if fsync_io.free_bytes(self._root) < 2 * need:
-            raise self._storage_error(step, "not enough space", 2 * need)
 
     def _storage_error(self, step: int, why: str, need: int) -> StorageError:
         free = fsync_io.free_bytes(self._root)

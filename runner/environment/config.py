@@ -134,11 +134,6 @@ class ToolEnvironmentConfig(EnvironmentConfig):
     def most_turns(self) -> int:
         return self.max_turns
 
-    @property
-    def max_episodes(self) -> int:
-        """Number of episodes of a rank that are played at the same time, each in a process."""
-        return 4 * self.workers
-
     def is_repeatable(self) -> bool:
         return self.lockstep
 
