@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
@@ -171,9 +172,9 @@ class RolloutCollector:
 
         player = EpisodeRunner(self.tokenizer, self.environments, self.extend, self.sampler.max_model_len)
 
-        def request(at: int, episode: Episode, turn: int) -> Request:
-            """The next turn's request, of the episode number `at`; only first turns share their prompt."""
-            prompt, sample = divmod(at, size)
+        def request(first: int, at: int, episode: Episode, turn: int) -> Request:
+            """The next turn's request, of the episode number `first` + `at`; only first turns share their prompt."""
+            prompt, sample = divmod(at := first + at, size)
             seed = derive_seed(self.seed, "sample", step, round, prompt, sample, turn)
             limit = player.turn_token_limit(episode, self.sampler.max_new_tokens)
             return Request((*episode.prompt.ids, *episode.ids), seed, limit, at if turn else prompt, raw=True)
@@ -187,7 +188,14 @@ class RolloutCollector:
             streams = [(self.seed, "sample", step, round, *divmod(at, size)) for at in range(len(repeated))]
             episodes = run_programs(programs, repeated, seeds, self.sampler, streams, self.tokenizer)
         else:
-            episodes = player.run_episodes(repeated, seeds, request, self.sampler)
+            most = self.environments and self.environments.max_episodes
+            count = size * max(1, (most or len(repeated)) // size)  # of whole groups; the others wait for their end
+            parts = [(first, slice(first, first + count)) for first in range(0, len(repeated), count)]
+            runs = (
+                player.run_episodes(repeated[part], seeds[part], partial(request, first), self.sampler)
+                for first, part in parts
+            )
+            episodes = [episode for run in runs for episode in run]
         grouped = [episodes[at * size : (at + 1) * size] for at in range(len(prompts))]
         return [make_group(*one) for one in zip(grouped, *self._score_groups(grouped, before), strict=True)]
 

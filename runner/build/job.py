@@ -230,7 +230,7 @@ def build(
     )
     sections = {**job.learners, "algorithm": job.algorithm, "feed": job.feed}
     built = BuiltJob(job, model, store, sections, _identity(given, data, models, world), data, world, given, own)
-    callbacks.append(_checkpoint_callback(spec, built))
+    callbacks.append(_checkpoint_callback(spec, built, decide))
     return built
 
 
@@ -313,11 +313,11 @@ def _precompute_references(
         precompute_references(spec, models.frozen.values(), algorithm, data, decide, say)
 
 
-def _checkpoint_callback(spec: JobSpec, built: BuiltJob) -> SaveCheckpoints:
+def _checkpoint_callback(spec: JobSpec, built: BuiltJob, decide: Decisions) -> SaveCheckpoints:
     """What saves all of it, and with whom."""
     store, world = built.store, built.world
-    store.peers, store.background = world.world_peers, world.checkpoint_peers
-    start = built.start_saving if spec.checkpoint.asynchronous else built.save
+    store.peers, store.background, store.record_fact = world.world_peers, world.checkpoint_peers, decide.record_fact
+    start = built.save if spec.checkpoint.asynchronous is False else built.start_saving
     return SaveCheckpoints(built.save, start, store.check, every=spec.checkpoint.every)
 
 

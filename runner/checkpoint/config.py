@@ -14,8 +14,10 @@ class CheckpointConfig(ComponentConfig):
     every: int = Field(
         default=50, ge=0, description="Steps between checkpoints; one is also written at the end. 0 = only then."
     )
-    asynchronous: bool = Field(
-        default=False, description="Write in the background while training continues, from a copy in host memory."
+    asynchronous: bool | None = Field(
+        default=None,
+        description="Write in the background while training continues, from a copy in host memory; null = if it fits "
+        "in half of the free memory.",
     )
     keep: int = Field(default=2, ge=1, description="Number of newest checkpoints to keep.")
     best: str | None = Field(

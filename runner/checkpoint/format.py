@@ -15,8 +15,11 @@ does not depend on the layout.
 
 MANIFEST.json lists the files. It is written last, so an incomplete checkpoint has none.
 
-    {"schema": 1, "step": 100, "written": "...Z", "metrics": {...},
-     "files": {"policy.safetensors": {"bytes": ..., "sha256": ...}, ...}, "digest": sha256 of all the above}
+    {"schema": 2, "step": 100, "written": "...Z", "metrics": {...},
+     "files": {"policy.safetensors": {"bytes": ..., "xxh128": ...}, ...}, "digest": sha256 of all the above}
+
+`xxh128` (XXH3-128) is computed while the file is written; nothing is read back. If several ranks wrote a file, it is
+the digest of the header, and `parts` has one of each rank's shards. Schema 1 has `sha256` of each file.
 
 `schema` and `digest` keep their meaning in every later schema, so that a newer manifest does not look damaged.
 """
@@ -28,7 +31,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import product
@@ -38,6 +41,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -45,12 +49,12 @@ from torch.distributed.tensor import DTensor
 
 from runner.core import fsync_io
 from runner.core.errors import CheckpointError, RunnerError, TrainingDiverged
-from runner.core.safetensors_layout import RESERVED, TYPES, FileLayout, compute_layout
+from runner.core.safetensors_layout import RESERVED, SIZES, TYPES, FileLayout, compute_layout
 from runner.core.untrusted_text import parse_json
 from runner.distributed.dtensor_utils import local_tensor
 from runner.interfaces import State
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST_FILE = "MANIFEST.json"
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -60,11 +64,21 @@ class DamagedCheckpoint(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True)
+class FilePart:
+    """Digest of a file's header and the shards that one rank wrote: name → position, e.g. 0:16,0:8."""
+
+    xxh128: str
+    shards: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Size in bytes and hex SHA-256 of one file."""
+    """Size in bytes and digest of a file; if several ranks wrote it, digests of its header and `parts`."""
 
     bytes: int
-    sha256: str
+    xxh128: str = ""
+    sha256: str = ""  # of schema 1
+    parts: Sequence[FilePart] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +91,25 @@ class Manifest:
     files: Mapping[str, FileRecord]
     schema: int = SCHEMA
 
-    @property
-    def total_bytes(self) -> int:
-        """Size of all its files."""
-        return sum(f.bytes for f in self.files.values())
-
 
 _BODY: TypeAdapter[Manifest] = TypeAdapter(Manifest)
 
 
-def build_manifest(folder: Path, step: int, metrics: Mapping[str, float]) -> Manifest:
-    """The manifest of the files in `folder`."""
-    files = {p.name: FileRecord(p.stat().st_size, fsync_io.sha256(p)) for p in sorted(folder.iterdir())}
-    written = datetime.now(UTC).isoformat(timespec="seconds")
-    return Manifest(step, written, {k: float(v) for k, v in metrics.items()}, files)
+def build_manifest(
+    step: int,
+    metrics: Mapping[str, float],
+    values: bytes,
+    layouts: Mapping[str, FileLayout],
+    written: Sequence[Mapping[str, FilePart]],
+) -> Manifest:
+    """The manifest of state.json and the sections' files. written: by each rank, by section."""
+    files = {VALUES: FileRecord(len(values), xxhash.xxh3_128_hexdigest(values))}
+    for name, layout in layouts.items():
+        parts = [one[name] for one in written if name in one and one[name].shards]
+        digest = parts.pop().xxh128 if len(parts) == 1 else xxhash.xxh3_128_hexdigest(layout.head)
+        files[f"{name}{SUFFIX}"] = FileRecord(len(layout.head) + layout.num_bytes, digest, parts=parts)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Manifest(step, now, {k: float(v) for k, v in metrics.items()}, files)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -98,6 +117,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     body = asdict(manifest)
     # JSON has no NaN or infinity; they are stored as text.
     body["metrics"] = {k: v if abs(v) < float("inf") else str(v) for k, v in manifest.metrics.items()}
+    body["files"] = {name: {k: v for k, v in record.items() if v} for name, record in body["files"].items()}
     return json.dumps(body | {"digest": _manifest_digest(body)}, indent=2, allow_nan=False).encode() + b"\n"
 
 
@@ -128,6 +148,8 @@ def _decode_manifest(folder: Path, body: dict[str, Any]) -> Manifest:
         raise DamagedCheckpoint(f"{MANIFEST_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     if bad := [name for name in manifest.files if not PLAIN_NAME.fullmatch(name)]:
         raise DamagedCheckpoint(f"{MANIFEST_FILE}: {bad[0]!r} is not the name of a file in its folder")
+    if bad := [name for name, record in manifest.files.items() if not (record.xxh128 or record.sha256)]:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE}: {bad[0]} has no digest")
     return manifest
 
 
@@ -135,6 +157,7 @@ def _manifest_digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
+WRITE_BYTES = 1 << 20  # of one call: larger ones take up to four times the processor time (Linux 6.18, ext4)
 ALIASES = "aliases"  # header entry: JSON object, name → the tensor it is tied to
 
 
@@ -180,22 +203,50 @@ def file_layout(entries: Mapping[str, TensorEntry]) -> FileLayout:
     return compute_layout(own, {ALIASES: json.dumps(aliases)})
 
 
-def write_pieces(path: Path, layout: FileLayout, pieces: Mapping[str, TensorPiece]) -> None:
+def write_pieces(path: Path, layout: FileLayout, pieces: Mapping[str, TensorPiece]) -> FilePart:
     """Write this rank's shards into the file of `create_file`, and flush it. Raises OSError.
 
     The file is only written, never read: NFS would write back whole pages that it has read, and overwrite what another
     machine has written meanwhile.
     """
+    digest, shards = xxhash.xxh3_128(layout.head), dict[str, str]()
     with os.fdopen(os.open(path, os.O_WRONLY), "wb") as file:
-        for name, piece in pieces.items():
+        for name in sorted(pieces, key=layout.byte_ranges.__getitem__):
+            piece = pieces[name]
             held = piece.values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest.update(held.data)
+            shards[name] = ",".join(f"{part.start}:{part.stop}" for part in piece.where)
             size, start = piece.values.element_size(), len(layout.head) + layout.byte_ranges[name][0]
             for at, count in piece.contiguous_runs():
                 file.seek(start + at * size)
                 run, held = np.split(held, [count * size])
-                file.write(run.data)
+                for begin in range(0, len(run), WRITE_BYTES):
+                    file.write(run[begin : begin + WRITE_BYTES].data)
         file.flush()
         os.fsync(file.fileno())
+    return FilePart(digest.hexdigest(), shards)
+
+
+def is_intact(path: Path, record: FileRecord) -> bool:
+    """Whether a file of the right size has the contents that were written; reads it once. Raises OSError."""
+    with path.open("rb") as file:
+        if not record.parts:
+            found = hashlib.file_digest(file, hashlib.sha256 if record.sha256 else xxhash.xxh3_128)
+            return found.hexdigest() == (record.sha256 or record.xxh128)
+        head = file.read(8)
+        head += file.read(min(int.from_bytes(head, "little"), record.bytes))
+        if xxhash.xxh3_128_hexdigest(head) != record.xxh128:
+            return False
+        digests, entries = [xxhash.xxh3_128(head) for _ in record.parts], json.loads(head[8:])
+        del entries[RESERVED]
+        for name, entry in sorted(entries.items(), key=lambda one: one[1]["data_offsets"]):
+            begin, end = entry["data_offsets"]
+            values = np.frombuffer(file.read(end - begin), np.uint8).reshape(*entry["shape"], SIZES[entry["dtype"]])
+            for digest, part in zip(digests, record.parts, strict=True):
+                if (position := part.shards.get(name)) is not None:
+                    where = (slice(*map(int, one.split(":"))) for one in position.split(",") if one)
+                    digest.update(np.ascontiguousarray(values[tuple(where)]).data)
+    return [digest.hexdigest() for digest in digests] == [part.xxh128 for part in record.parts]
 
 
 def is_written_here(tensor: Tensor) -> bool:
@@ -249,17 +300,12 @@ def split_state(state: Mapping[str, State]) -> SplitState:
     return SplitState(values, tensors)
 
 
-def encode_values(values: Mapping[str, Any]) -> bytes:
-    """The content of state.json."""
-    return json.dumps(values, indent=1, allow_nan=False).encode() + b"\n"
-
-
-def refuse_infinite(section: str, pieces: Mapping[str, TensorPiece]) -> None:
-    """Raise TrainingDiverged if a number is not finite."""
-    for name, piece in pieces.items():
-        if not _is_finite(piece.values):
+def refuse_infinite(pieces: Mapping[str, Mapping[str, TensorPiece]]) -> None:
+    """Raise TrainingDiverged if a number of any section is not finite."""
+    for section, held in pieces.items():
+        if infinite := [name for name, piece in held.items() if not _is_finite(piece.values)]:
             raise TrainingDiverged(
-                f"{section}: the tensor {name} has NaN or infinity; no checkpoint was written, earlier ones are "
+                f"{section}: the tensor {infinite[0]} has NaN or infinity; no checkpoint was written, earlier ones are "
                 "unchanged: continue from them with a smaller optimizer.lr or optimizer.clip_norm"
             )
 
@@ -301,7 +347,8 @@ def _is_finite(tensor: Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     wide = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isfinite for every float8
-    return bool(wide.isfinite().all())
+    # the sum of finite numbers may overflow, but a sum with NaN or infinity is never finite, and it is 20 times as fast
+    return bool(wide.sum().isfinite()) or bool(wide.isfinite().all())
 
 
 def _to_json_value(value: Any, where: str) -> Any:

@@ -22,7 +22,6 @@ from runner.checkpoint.format import (
     SplitState,
     TensorEntry,
     TensorPiece,
-    encode_values,
     file_layout,
     is_written_here,
     tensor_entries,
@@ -96,19 +95,19 @@ def make_save_plan(read: Callable[[], SplitState], peers: RankCollectives) -> Sa
         name: _pieces_to_write(held, part.listings[name], homes[name], peers.rank)
         for name, held in contents.tensors.items()
     }
-    return SavePlan(encode_values(values), {name: file_layout(one) for name, one in listings.items()}, pieces)
+    text = json.dumps(values, indent=1, allow_nan=False).encode() + b"\n"
+    return SavePlan(text, {name: file_layout(one) for name, one in listings.items()}, pieces)
 
 
 def _rank_state(contents: SplitState) -> RankState:
     return RankState(
         {name: tensor_entries(held) for name, held in contents.tensors.items()},
-        {name: _holders(held) for name, held in contents.tensors.items()},
+        {
+            name: {key: _mesh_ranks(tensor) for key, tensor in held.items() if isinstance(tensor, DTensor)}
+            for name, held in contents.tensors.items()
+        },
         {name: one[PER_RANK_KEY] for name, one in contents.values.items() if PER_RANK_KEY in one},
     )
-
-
-def _holders(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: _mesh_ranks(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
 
 
 def _mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
@@ -167,13 +166,8 @@ def _pieces_to_write(
     return {
         name: TensorPiece(local_tensor(one), local_slice(one), tuple(one.shape))
         for name, one in own.items()
-        if _first_holder(one, rank) == homes[name] and is_written_here(one)
+        if (_mesh_ranks(one)[0] if isinstance(one, DTensor) else rank) == homes[name] and is_written_here(one)
     }
-
-
-def _first_holder(tensor: Tensor, rank: int) -> int:
-    """The first of the ranks that share a tensor with this one."""
-    return _mesh_ranks(tensor)[0] if isinstance(tensor, DTensor) else rank
 
 
 def _merge_values(found: Mapping[int, Any], where: str) -> Any:

@@ -1,7 +1,7 @@
 """The checkpoints/ folder: write staged, rename, keep the newest; read the newest valid one.
 
-    .staging-… ─ files, fsync ─ MANIFEST, fsync ─▶ rename ─ fsync ─▶ step-00000100 ─ verify ─▶ retention
-                                                                     old ones ─ rename ─▶ .trash-… ─▶ removed
+    .staging-… ─ files, fsync ─ MANIFEST, fsync ─▶ rename ─ fsync ─▶ step-00000100 ─▶ retention
+                                                            old ones ─ rename ─▶ .trash-… ─▶ removed
 
 A process that is killed at any time leaves earlier checkpoints unchanged, and at most a folder whose name begins with a
 dot, which the next save removes. Each rank writes its shards of the tensors; rank 0, which has the run's lock, does
@@ -22,16 +22,17 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from runner.checkpoint import format
 from runner.checkpoint.config import CheckpointConfig, direction
-from runner.checkpoint.format import DamagedCheckpoint, Manifest
+from runner.checkpoint.format import DamagedCheckpoint, FilePart, Manifest
 from runner.checkpoint.save_plan import SavePlan
 from runner.core import fsync_io, safetensors_layout
 from runner.core.errors import CheckpointError, Problem, SpecError, StorageError
 from runner.core.fsync_io import failpoint
-from runner.distributed.work_partition import run_on_all, run_on_rank0
+from runner.distributed.work_partition import run_on_all, run_on_rank0, run_partitioned
 from runner.interfaces import RankCollectives, State
 
 STEP_FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
@@ -127,7 +128,7 @@ def _verify_file(path: Path, record: format.FileRecord) -> None:
         size = path.stat().st_size
         if size != record.bytes:
             raise DamagedCheckpoint(f"{path.name}: has {size} bytes instead of {record.bytes}")
-        if fsync_io.sha256(path) != record.sha256:
+        if not format.is_intact(path, record):
             raise DamagedCheckpoint(f"{path.name}: its contents do not match their checksum")
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name}: {fsync_io.error_reason(error)}") from error
@@ -151,11 +152,12 @@ class CheckpointWriter:
 
         Raises what `CheckpointStore.save` raises.
         """
-        run_on_all(peers, lambda: _refuse_infinite(agreed))
+        run_on_all(peers, lambda: format.refuse_infinite(agreed.pieces))
         staging = run_on_rank0(peers, lambda: self._create_staging(step, agreed))
         try:
-            run_on_all(peers, lambda: self._write_pieces(step, staging, agreed, peers.rank))
-            return run_on_rank0(peers, lambda: self._commit(step, staging, agreed, metrics))
+            write = partial(self._write_pieces, step, staging, agreed, peers.rank)
+            written = run_partitioned(peers, range(peers.size), lambda _: [write()])
+            return run_on_rank0(peers, lambda: self._commit(step, staging, agreed, written, metrics))
         finally:
             if peers.rank == 0 and staging.exists():
                 shutil.rmtree(staging)
@@ -169,7 +171,8 @@ class CheckpointWriter:
             self._root.mkdir(exist_ok=True)
             self._remove_leftovers()
             self._clear_target(step)
-            self._require_space(step, agreed.num_bytes)
+            if fsync_io.free_bytes(self._root) < 2 * agreed.num_bytes:  # other writers are unknown
+                raise self._storage_error(step, "not enough space", 2 * agreed.num_bytes)
             staging = self._root / f".staging-{step:08d}-{secrets.token_hex(4)}"
             staging.mkdir()
             try:
@@ -182,22 +185,31 @@ class CheckpointWriter:
                 raise
             return staging
 
-    def _write_pieces(self, step: int, staging: Path, agreed: SavePlan, rank: int) -> None:
-        """Write this rank's shards to the disk."""
+    def _write_pieces(self, step: int, staging: Path, agreed: SavePlan, rank: int) -> dict[str, FilePart]:
+        """Write this rank's shards to the disk; returns what it wrote of each section."""
         if not staging.is_dir():
             text = f"rank {rank} does not see {staging}, which rank 0 created"
             raise StorageError(f"{text}; put the run's folder on storage that all machines share")
+        written = {}
         with self._translate_errors(step, agreed.num_bytes):
             for name, held in agreed.pieces.items():
-                format.write_pieces(staging / f"{name}{format.SUFFIX}", agreed.layouts[name], held)
+                written[name] = format.write_pieces(staging / f"{name}{format.SUFFIX}", agreed.layouts[name], held)
                 failpoint("checkpoint.mid_write")
+        return written
 
-    def _commit(self, step: int, staging: Path, agreed: SavePlan, metrics: Mapping[str, float]) -> Path:
+    def _commit(
+        self,
+        step: int,
+        staging: Path,
+        agreed: SavePlan,
+        written: Sequence[Mapping[str, FilePart]],
+        metrics: Mapping[str, float],
+    ) -> Path:
         """Write the manifest, rename the folder, and delete old checkpoints."""
         target = self._root / folder_name(step)
         with self._translate_errors(step, agreed.num_bytes):
             failpoint("checkpoint.before_manifest")
-            manifest = format.build_manifest(staging, step, metrics)
+            manifest = format.build_manifest(step, metrics, agreed.values, agreed.layouts, written)
             fsync_io.write_new(staging / format.MANIFEST_FILE, format.encode_manifest(manifest))
             failpoint("checkpoint.after_manifest")
             fsync_io.fsync_path(staging)
@@ -207,7 +219,7 @@ class CheckpointWriter:
             os.rename(staging, target)
             failpoint("checkpoint.after_rename")
             fsync_io.fsync_path(self._root)
-            self._verify_written(step)
+            self._verified[step] = manifest
             self._delete_old()
         return target
 
@@ -219,22 +231,14 @@ class CheckpointWriter:
         except OSError as error:
             raise self._storage_error(step, fsync_io.error_reason(error), need) from error
 
-    def _require_space(self, step: int, need: int) -> None:
-        """Raise StorageError if less than twice the size is free: other writers are unknown."""
-        if fsync_io.free_bytes(self._root) < 2 * need:
-            raise self._storage_error(step, "not enough space", 2 * need)
-
     def _storage_error(self, step: int, why: str, need: int) -> StorageError:
         free = fsync_io.free_bytes(self._root)
         files = "" if fsync_io.has_free_inodes(self._root) else ", and the disk has no inodes for more files"
         return StorageError(
             f"checkpoint of step {step} in {self._root}: {why}; "
-            f"needed {need} bytes ({fsync_io.format_bytes(need)}), free {free} bytes "
-            f"({fsync_io.format_bytes(free)}){files}. {self._next_step_text()}"
+            f"needed {need} bytes ({fsync_io.format_bytes(need)}), free {free} bytes ({fsync_io.format_bytes(free)})"
+            f"{files}. Free disk space or fix the disk, then type: run resume {self._root.parent}"
         )
-
-    def _next_step_text(self) -> str:
-        return f"Free disk space or fix the disk, then type: run resume {self._root.parent}"
 
     def _remove_leftovers(self) -> None:
         """Remove folders of a process that ended while saving; only the run's writer may do this."""
@@ -262,16 +266,6 @@ class CheckpointWriter:
             self._verified.pop(step, None)
             self._report(f"checkpoints: the damaged {target.name} was renamed to {aside.name}; you can delete it")
 
-    def _verify_written(self, step: int) -> None:
-        """Verify the new checkpoint before older ones are deleted."""
-        try:
-            self._verified[step] = verify(self._root, step)
-        except DamagedCheckpoint as error:
-            raise StorageError(
-                f"verification of the checkpoint just written failed: {folder_name(step)}: {error}. The disk or the "
-                f"memory is faulty; older checkpoints are unchanged. {self._next_step_text()}"
-            ) from error
-
     def _delete_old(self) -> None:
         """Delete valid checkpoints that are neither among the newest nor the best; damaged ones do not count."""
         whole = {s: m for s in committed_steps(self._root) if (m := self._verified_manifest(s)) is not None}
@@ -298,11 +292,6 @@ def best_checkpoint(config: CheckpointConfig, described: Mapping[int, Manifest])
     """The best step by `checkpoint.best`; None if it was not measured."""
     values = {s: m.metrics for s, m in described.items()}
     return None if config.best is None else best_step(values, config.best, config.best_mode)
-
-
-def _refuse_infinite(agreed: SavePlan) -> None:
-    for name, pieces in agreed.pieces.items():
-        format.refuse_infinite(name, pieces)
 
 
 def best_step(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str | None) -> int | None:

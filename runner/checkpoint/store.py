@@ -4,18 +4,23 @@ state of every rank ──save plan──▶ what each writes ─┬─ save ─
                                                      └─ start: copied ─ in a thread ───▶ writer
 
 A checkpoint in the background is written from a copy in host memory while training changes the tensors. There is one
-copy, whose memory is reused, and one write at a time.
+copy, whose memory is reused, and one write at a time. With checkpoint.asynchronous=null, the first `start` decides by
+the free memory of all machines whether there is a copy; without one, `start` is `save`.
 """
 
 from __future__ import annotations
 
+import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -24,6 +29,7 @@ from runner.checkpoint.config import CheckpointConfig
 from runner.checkpoint.format import Manifest, TensorPiece
 from runner.checkpoint.save_plan import SavePlan
 from runner.checkpoint.step_folders import CheckpointWriter, LoadedCheckpoint, folder_name
+from runner.core import fsync_io
 from runner.core.errors import CheckpointError, OutOfMemory
 from runner.core.threads import run_in_daemon_thread
 from runner.distributed.work_partition import SingleProcess, run_on_all
@@ -67,6 +73,17 @@ class HostCopy:
 __all__ = ["CheckpointStore", "LoadedCheckpoint"]
 
 REPORT_WAIT_S = 1.0  # a longer wait is reported
+CGROUP = Path("/sys/fs/cgroup")  # of the container; version 2
+
+
+def available_memory() -> int:
+    """Bytes of host memory that are free, or cache, within the limit of the container."""
+    available = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # no cgroup, or no limit: max
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        available = min(available, limit - used + int(counts["inactive_file"]))
+    return available
 
 
 class CheckpointStore:
@@ -82,6 +99,8 @@ class CheckpointStore:
         self._writer = CheckpointWriter(config, root, report, beside)
         self._host = HostCopy()
         self._pending: tuple[int, Future[Path]] | None = None  # the step that is being written in the background
+        self._asynchronous = config.asynchronous
+        self.record_fact: Callable[[str, str, str], object] = lambda *_: None
         self.peers: RankCollectives = SingleProcess()  # the ranks that save together
         self.background: RankCollectives = SingleProcess()  # the same ranks, for the writing thread
 
@@ -114,12 +133,17 @@ class CheckpointStore:
         return self._writer.write(step, self._save_plan(state), metrics, self.peers)
 
     def start(self, step: int, state: Mapping[str, State], metrics: Mapping[str, float]) -> None:
-        """Save in the background; returns after all ranks have copied their shards.
+        """Save in the background if the copy fits; returns after all ranks have copied their shards.
 
         Waits for the previous write. An error of the write is raised by the next call of any method, or by `check`.
         """
         self._wait_for(step)
         agreed, values = self._save_plan(state), dict(metrics)
+        if self._asynchronous is None:
+            self._asynchronous = self._copies_fit(agreed.pieces)
+        if not self._asynchronous:
+            self._writer.write(step, agreed, values, self.peers)
+            return
         copied: list[SavePlan] = []
         run_on_all(self.peers, lambda: copied.append(replace(agreed, pieces=self._host.copy_pieces(agreed.pieces))))
         write = partial(self._writer.write, step, copied[0], values, self.background)
@@ -152,6 +176,19 @@ class CheckpointStore:
         self._finish_write()
         if (waited := time.monotonic() - begin) > REPORT_WAIT_S:
             self._report(f"checkpoint of step {step}: waited {waited:.1f} s for the one of step {flight[0]}")
+
+    def _copies_fit(self, pieces: Pieces) -> bool:
+        """Whether the copies of its ranks fit in half of the free memory of each machine. Collective."""
+        own = sum(piece.values.nbytes for held in pieces.values() for piece in held.values())
+        ranks, needed = self.peers.all_gather((platform.node(), own, available_memory())), Counter[str]()
+        for machine, size, _ in ranks:
+            needed[machine] += size
+        machine, _, free = max(ranks, key=lambda one: needed[one[0]] / max(one[2], 1))
+        fits = needed[machine] <= free / 2
+        sizes = fsync_io.format_bytes(needed[machine]), fsync_io.format_bytes(free)
+        text = "the copy takes {} of {} of free host memory; null = true up to one half".format(*sizes)
+        self.record_fact("checkpoint.asynchronous", str(fits).lower(), text)
+        return fits
 
     def _save_plan(self, state: Mapping[str, State]) -> SavePlan:
         return save_plan.make_save_plan(lambda: format.split_state(state), self.peers)

@@ -122,7 +122,11 @@ class ToolEnvironmentConfig(EnvironmentConfig):
     lockstep: bool = Field(
         default=False, description="Wait for all replies before the next turns: slower, bit-identical runs."
     )
-    workers: int = Field(default=64, ge=1, description="Number of episodes of a rank that run calls at the same time.")
+    workers: int = Field(
+        default=64,
+        ge=1,
+        description="Number of episodes of a rank that run calls at the same time. Four times as many have a process.",
+    )
     max_failures: int = Field(
         default=64, ge=1, description="Stop the run after this many consecutive episodes that failed."
     )

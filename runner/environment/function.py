@@ -68,7 +68,7 @@ class FunctionEnvironments:
     ) -> None:
         self.config, self.processes, self.chat, self.failures = config, processes, chat, failures
         self.max_turns, self.max_episode_tokens = config.max_turns, config.max_episode_tokens
-        self.lockstep = config.lockstep
+        self.lockstep, self.max_episodes = config.lockstep, 4 * config.workers
         self.threads = ThreadPoolExecutor(config.workers, thread_name_prefix="environment")
 
     def start_episodes(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> FunctionEpisodes:

@@ -48,7 +48,7 @@ class AgentEnvironments:
 
     runs_programs, lockstep = True, False
     roles: tuple[str, ...] = ()
-    max_episode_tokens = None
+    max_episode_tokens = max_episodes = None
 
     def __init__(
         self, config: AgentEnvironmentConfig, served: ServedPolicy, failures: EpisodeFailures, output: CapturedOutput

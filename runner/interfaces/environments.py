@@ -81,8 +81,8 @@ class Environments(Protocol):
     """Environments for episodes of at most `max_turns` turns of the policy.
 
     roles: those of its messages, as far as they are known before the first one; max_episode_tokens: of turns and
-    messages, None = no limit; lockstep: whether all episodes have their replies before any continues; runs_programs:
-    these are `ProgramEnvironments`
+    messages, None = no limit; max_episodes: that are played at the same time; lockstep: whether all episodes have their
+    replies before any continues; runs_programs: these are `ProgramEnvironments`
     """
 
     @property
@@ -99,6 +99,9 @@ class Environments(Protocol):
 
     @property
     def max_episode_tokens(self) -> int | None: ...
+
+    @property
+    def max_episodes(self) -> int | None: ...
 
     # seeds: of each episode's random numbers, the same for episodes that are to begin alike
     def start_episodes(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> EpisodeBatch: ...
@@ -153,6 +156,7 @@ class EnvironmentFactory:
     max_turns: int
     roles: tuple[str, ...] = field(default=(), kw_only=True)
     max_episode_tokens: int | None = field(default=None, kw_only=True)
+    max_episodes: ClassVar[None] = None
     lockstep: ClassVar[bool] = True  # in one process, nothing would be won otherwise
 
     def start_episodes(self, prompts: Sequence[Prompt], seeds: Sequence[int] = ()) -> LocalEpisodes:

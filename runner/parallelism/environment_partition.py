@@ -41,6 +41,7 @@ class PartitionedEnvironments:
         self.inner, self.peers, self.record = inner, peers, record
         self.runs_programs, self.lockstep, self.roles = inner.runs_programs, inner.lockstep, inner.roles
         self.max_turns, self.max_episode_tokens = inner.max_turns, inner.max_episode_tokens
+        self.max_episodes = inner.max_episodes and inner.max_episodes * peers.size
 
     def for_evaluation(self, peers: RankCollectives) -> PartitionedEnvironments:
         """The same for evaluations, of which nothing is recorded, by the thread that has `peers`."""

@@ -16,7 +16,7 @@ import torch
 
 from runner.checkpoint import format
 from runner.checkpoint.config import CheckpointConfig, SafetensorsConfig
-from runner.checkpoint.store import CheckpointStore
+from runner.checkpoint.store import CheckpointStore, available_memory
 from runner.core.errors import RunnerError, StorageError, TrainingDiverged
 from runner.parallelism.process_groups import ProcessGroupCollectives
 from tests.checkpoint.conftest import make_state
@@ -247,6 +247,48 @@ def test_a_copy_that_one_rank_has_no_memory_for_starts_nothing(tmp_path: Path) -
 
     assert all("type checkpoint.asynchronous=false" in said for said in ranks(2, work))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("needed", "fits"), [(1, True), (2**62, False)])
+def test_the_free_memory_decides_by_default_and_is_said(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, needed: int, fits: bool
+) -> None:
+    facts: list[tuple[str, ...]] = []
+    store, size = open_store(), sum(t.nbytes for t in make_state(1)["policy"]["tensors"].values())
+    store.record_fact = lambda *fact: facts.append(fact)
+    monkeypatch.setattr("runner.checkpoint.store.available_memory", lambda: 2 * size // needed)
+    for step in (1, 2):
+        store.start(step, make_state(step), {})
+        assert (store._pending is not None) == fits
+        store.close()
+    assert store.steps() == [1, 2]
+    [(feature, value, reason)] = facts
+    assert (feature, value) == ("checkpoint.asynchronous", str(fits).lower())
+    assert reason.startswith(f"the copy takes {size} B of {2 * size // needed} B of free host memory")
+
+
+def test_ranks_decide_alike_by_the_machine_with_the_least_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(rank: int) -> bool:
+        monkeypatch.setattr("platform.node", lambda: f"machine {rank}")
+        monkeypatch.setattr("runner.checkpoint.store.available_memory", lambda: 10_000 + 10**9 * rank)
+        store = many(tmp_path)
+        store.start(1, of_rank(rank, 1), {})
+        return store._pending is None and store.steps() == [1]
+
+    assert ranks(2, work) == [True, True]
+
+
+def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = available_memory()
+    monkeypatch.setattr("runner.checkpoint.store.CGROUP", tmp_path)
+    assert available_memory() == pytest.approx(whole, rel=0.5)
+    for name, text in {"max": "max", "current": "700", "stat": "anon 300\ninactive_file 400"}.items():
+        (tmp_path / f"memory.{name}").write_text(text + "\n")
+    assert available_memory() == pytest.approx(whole, rel=0.5)
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert available_memory() == 700
 
 
 def test_an_option_that_nothing_would_use_is_refused() -> None:

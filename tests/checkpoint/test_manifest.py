@@ -14,7 +14,7 @@ from runner.checkpoint import format
 from runner.checkpoint.format import DamagedCheckpoint, FileRecord, Manifest
 from runner.core.errors import CheckpointError
 
-EXAMPLE = Manifest(100, "2030-01-02T03:04:05+00:00", {"eval/x": 0.25}, {"state.json": FileRecord(3, "ab" * 32)})
+EXAMPLE = Manifest(100, "2030-01-02T03:04:05+00:00", {"eval/x": 0.25}, {"state.json": FileRecord(3, "ab" * 16)})
 
 
 def put(folder: Path, content: bytes) -> None:
@@ -73,8 +73,8 @@ def resealed(**changes: object) -> bytes:
 
 
 def test_a_newer_schema_says_what_is_needed(tmp_path: Path) -> None:
-    put(tmp_path, resealed(schema=2, anything={"new": 1}))
-    with pytest.raises(CheckpointError, match="checkpoint schema 2; this runner reads up to 1") as caught:
+    put(tmp_path, resealed(schema=3, anything={"new": 1}))
+    with pytest.raises(CheckpointError, match="checkpoint schema 3; this runner reads up to 2") as caught:
         format.read_manifest(tmp_path)
     assert not isinstance(caught.value, DamagedCheckpoint)
 
@@ -84,7 +84,8 @@ def test_a_newer_schema_says_what_is_needed(tmp_path: Path) -> None:
     [
         ({"step": "one"}, "step"),
         ({"files": {"../../etc/passwd": {"bytes": 1, "sha256": ""}}}, "not the name of a file in its folder"),
-        ({"files": {"a": {"bytes": 1}}}, "sha256"),
+        ({"files": {"a": {"bytes": 1}}}, "a has no digest"),
+        ({"files": {"a": {"xxh128": "ab"}}}, "bytes"),
         ({"metrics": {"a": "much"}}, "metrics"),
     ],
 )

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from runner.checkpoint.config import SafetensorsConfig
+from runner.checkpoint.format import is_intact, read_manifest
 from runner.checkpoint.store import CheckpointStore
 from runner.core.errors import CheckpointError, RunnerError
 from runner.distributed.work_partition import SINGLE_PROCESS
@@ -130,6 +133,32 @@ def test_any_share_out_of_names_is_the_same_file(tmp_path: Path) -> None:
     for case in range(20):
         store(tmp_path / f"one{case}", False).save(1, drawn(random.Random(case))[3], {})
         assert contents(tmp_path / f"many{case}") == contents(tmp_path / f"one{case}"), case
+
+
+def test_no_bit_of_a_file_that_several_ranks_wrote_can_change_unnoticed(tmp_path: Path) -> None:
+    whole = {"rows": torch.randn(5, 3), "columns": torch.randn(3, 4), "all": torch.randn(2), "one": torch.tensor(1)}
+
+    def work(rank: int) -> None:
+        mesh, ways = init_device_mesh("cpu", (2,)), {"rows": Shard(0), "columns": Shard(1), "all": Replicate()}
+        tensors = {n: distribute_tensor(whole[n], mesh, [way]) for n, way in ways.items()} | {"one": whole["one"]}
+        store(tmp_path / "many", True).save(1, {"policy": {"tensors": tensors}}, {})
+
+    ranks(2, work)
+    store(tmp_path / "one", False).save(1, {"policy": {"tensors": whole}}, {})
+    assert contents(tmp_path / "many") == contents(tmp_path / "one")
+    record = read_manifest(tmp_path / "many" / "step-00000001").files["policy.safetensors"]
+    shards = [dict(part.shards) for part in record.parts]
+    assert shards == [{"one": "", "all": "0:2", "columns": "0:3,0:2", "rows": "0:3,0:3"},
+                      {"columns": "0:3,2:4", "rows": "3:5,0:3"}]  # fmt: skip
+    path = tmp_path / "many" / "step-00000001" / "policy.safetensors"
+    content = path.read_bytes()
+    for position in range(len(content) * 8):
+        damaged = bytearray(content)
+        damaged[position // 8] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        assert not is_intact(path, record), position
+    path.write_bytes(content)
+    assert is_intact(path, record)
 
 
 def test_copies_on_several_ranks_are_the_first_ones(tmp_path: Path) -> None:

@@ -80,8 +80,7 @@ def round_trip(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_infinite(state: dict[str, Any]) -> None:
-    for name, pieces in agreed(state).pieces.items():
-        format.refuse_infinite(name, pieces)
+    format.refuse_infinite(agreed(state).pieces)
 
 
 def bits(tensor: Tensor) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from runner.checkpoint import format, step_folders
 from runner.checkpoint import step_folders as writing
@@ -51,12 +52,40 @@ def test_the_layout(open_store: Open, state_of: StateOf, root: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["MANIFEST.json", "policy.safetensors", "state.json"]
     assert [p.name for p in root.iterdir()] == ["step-00000100"]
     manifest = json.loads((folder / "MANIFEST.json").read_text())
-    assert manifest["schema"] == 1 and manifest["step"] == 100 and manifest["metrics"]["train/loss"] == 0.5
+    assert manifest["schema"] == 2 and manifest["step"] == 100 and manifest["metrics"]["train/loss"] == 0.5
     for name, record in manifest["files"].items():
         content = (folder / name).read_bytes()
-        assert record == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        assert record == {"bytes": len(content), "xxh128": xxhash.xxh3_128_hexdigest(content)}
     modes = {p.stat().st_mode & 0o777 for p in folder.iterdir()}
     assert len(modes) == 1, "a colleague can read all of a checkpoint or none of it"
+
+
+def test_nothing_is_read_back(open_store: Open) -> None:
+    def read_bytes() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = read_bytes()
+    open_store(keep=1).save(1, {"policy": {"tensors": {"w": torch.ones(2_000_000)}}}, {})
+    assert read_bytes() - before < 1_000_000
+
+
+def test_a_checkpoint_of_schema_1_is_read_and_verified(open_store: Open, state_of: StateOf, words: list[str]) -> None:
+    for step in (1, 2):
+        folder = open_store().save(step, state_of(step), {"loss": 0.5})
+        body = json.loads((folder / "MANIFEST.json").read_text()) | {"schema": 1}
+        del body["digest"]
+        for name, record in body["files"].items():
+            del record["xxh128"]
+            record["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        text = json.dumps(body | {"digest": format._manifest_digest(body)})
+        (folder / "MANIFEST.json").write_text(text)
+    assert_is(open_store().load(), 2)
+    with (folder / "policy.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    assert_is(open_store().load(), 1)
+    assert words == ["checkpoint step-00000002: policy.safetensors: its contents do not match their checksum; "
+                     "trying the previous one"]  # fmt: skip
 
 
 def test_the_lines_of_its_steps_are_on_the_disk_before_a_checkpoint_is(
@@ -266,14 +295,14 @@ def test_a_newer_schema_is_neither_used_nor_skipped_nor_deleted(
 ) -> None:
     writer = open_store(keep=1)
     writer.save(1, state_of(1), {})
-    monkeypatch.setattr("runner.checkpoint.format.SCHEMA", 2)
+    monkeypatch.setattr("runner.checkpoint.format.SCHEMA", 3)
     newer = root / "step-00000002"
     described = format.read_manifest(root / "step-00000001")
     (root / "step-00000001").rename(newer)
-    changed = format.Manifest(2, described.written, {}, described.files, schema=2)
+    changed = format.Manifest(2, described.written, {}, described.files, schema=3)
     (newer / "MANIFEST.json").write_bytes(format.encode_manifest(changed))
-    monkeypatch.setattr("runner.checkpoint.format.SCHEMA", 1)
-    with pytest.raises(CheckpointError, match="schema 2; this runner reads up to 1: install the newer version"):
+    monkeypatch.setattr("runner.checkpoint.format.SCHEMA", 2)
+    with pytest.raises(CheckpointError, match="schema 3; this runner reads up to 2: install the newer version"):
         open_store().load()
     open_store(keep=1).save(3, state_of(3), {})
     open_store(keep=1).save(4, state_of(4), {})

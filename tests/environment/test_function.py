@@ -349,6 +349,32 @@ WAITING = SHOP.replace(
 )
 
 
+def test_few_episodes_have_a_process_at_a_time_and_play_as_all_at_once(play: Play, tmp_path: Path) -> None:
+    """With one worker four: a group of three."""
+    (folder := tmp_path / "processes").mkdir()
+    counting = f"""def count(self) -> int:
+        'Count processes.'
+        import pathlib, psutil
+        pids = [int(one.name) for one in pathlib.Path({str(folder)!r}).iterdir()]
+        found = [p for p in psutil.process_iter(["status"]) if p.pid in pids and p.info["status"] != "zombie"]
+        self.alive = len(found)
+        return 0
+
+    async def price"""  # fmt: skip
+    source = SHOP.replace("async def price", counting)
+    source = source.replace(
+        ":\n        self.stock", f":\n        import os; open(f'{folder}/{{os.getpid()}}', 'w')\n        self.stock", 1
+    )
+    columns = tuple({"stock": stock} for stock in range(2, 7))
+    turns = [call("count"), call("buy", name="tea"), "end"]
+    few, sampler, reward = play(source, turns * 5, columns=columns, size=3, workers=1)
+    whole, at_once, all_rewards = play(source, turns, columns=columns, size=3)
+    assert [group.samples for group in few] == [group.samples for group in whole]
+    assert sorted(sampler.prompts) == sorted(at_once.prompts) and len(sampler.lines) == 0
+    assert max(one.environment.state["alive"] for one in reward.completions) == 3
+    assert max(one.environment.state["alive"] for one in all_rewards.completions) == 15
+
+
 def test_a_slow_tool_holds_no_other_episode(play: Play, tmp_path: Path) -> None:
     """The first tool of one episode waits for the second turn of the other, which would never come in lockstep."""
     flag, buy = str(tmp_path / "flag"), call("buy", name="tea")

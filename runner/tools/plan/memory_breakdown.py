@@ -73,10 +73,11 @@ class MemoryBreakdown:
         pieces = sum(part.bytes for part in self._parts().values()) + states
         inputs = len(self.stage.layers) * self._tokens() * self.shape.get_text_config().hidden_size * size
         asleep = self.engine.weights if self.engine and engine_sleep_level(self.spec) == 1 else 0
+        copied = self.spec.checkpoint.every > 0 and self.spec.checkpoint.asynchronous is not False
         found = [
             MemoryTerm("shards, their gradients and optimizer state", pieces if self.spread.offloaded else 0),
             MemoryTerm("layers' inputs", inputs if self.spec.model.activation_offloading else 0),
-            MemoryTerm("a copy of the state for a checkpoint", states if self.spec.checkpoint.asynchronous else 0),
+            MemoryTerm("a copy of the state for a checkpoint", states if copied else 0),
             MemoryTerm("the weights of a sleeping engine", asleep),
         ]
         return [term for term in found if term.bytes]

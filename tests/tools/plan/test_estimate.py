@@ -154,7 +154,8 @@ TOY = Card("toy", "cuda", GIB, {"float32": 1.0}, (0, 0), bandwidth=1.0)
 
 
 def test_an_engine_beside_a_rank_takes_its_share_of_the_card_while_it_is_awake(compose: Any) -> None:
-    words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "model.dtype=float32", "sampler.gpu_memory_utilization=0.5")
+    words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "model.dtype=float32", "checkpoint.asynchronous=false")
+    words += ("sampler.gpu_memory_utilization=0.5",)
     asleep, awake = (estimate(compose(*words, f"sampler.sleep={level}"), TOY) for level in (1, 0))
     model = asleep.models["policy"].all.bytes
     pool = GIB // 2 - model
