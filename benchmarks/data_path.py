@@ -176,6 +176,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     args = parser.parse_args()
+    if args.kind == "grpo" and (args.batch_size < 16 or args.rows):
+        parser.error("--kind grpo has 16 answers to a prompt and no cache: --batch-size from 16, and no --rows")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         make = partial(make_policy, args.batch_size, args.longest)

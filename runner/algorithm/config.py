@@ -90,6 +90,8 @@ class TinkerAlgorithmConfig(AlgorithmConfig):
         parts = (job.adapter, job.optimizer, job.sampler, self)
         changed = [name for part in parts for name in _changed_options(part) if name not in ours]
         found += [(name, "is not used by run tinker: its clients choose; leave it out") for name in changed]
+        if self.micro_batch_tokens is None:
+            found.append(("algorithm.micro_batch_tokens", "run tinker does not know its clients' rows; type a number"))
         if job.launch.samplers or job.launch.queued:
             found.append(("launch", "run tinker samples in the ranks, and starts them itself; type launch=local"))
         return found

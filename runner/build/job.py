@@ -229,7 +229,8 @@ def build(
         closing=_closing(callbacks, (activity, store, judges, reward, builder, publisher, sampler)),
     )
     sections = {**job.learners, "algorithm": job.algorithm, "feed": job.feed}
-    built = BuiltJob(job, model, store, sections, _identity(given, data, models, world), data, world, given, own)
+    identity = _identity(given, spec.algorithm.micro_batch_tokens, data, models, world)
+    built = BuiltJob(job, model, store, sections, identity, data, world, given, own)
     callbacks.append(_checkpoint_callback(spec, built, decide))
     return built
 
@@ -337,8 +338,10 @@ def _experience_queue(
     return ExperienceQueue(collect, spec.steps, algorithm.lag, encode=algorithm.encode, decode=algorithm.decode)
 
 
-def _identity(spec: JobSpec, data: Data, models: Models, world: ParallelContext) -> dict[str, Any]:
-    """What a checkpoint says of the job that wrote it."""
+def _identity(
+    spec: JobSpec, micro_batch: int | None, data: Data, models: Models, world: ParallelContext
+) -> dict[str, Any]:
+    """What a checkpoint says of the job that wrote it. micro_batch: its tokens, which the spec may leave open."""
 
     def origins() -> tuple[dict[str, str], dict[str, dict[str, str]]]:
         frozen = {role: dict(one.base_fingerprint) for role, one in models.frozen.items()}
@@ -346,7 +349,8 @@ def _identity(spec: JobSpec, data: Data, models: Models, world: ParallelContext)
 
     origin, frozen = run_on_rank0(world.world_peers, origins)  # which has read the weights
     own = run_identity(spec, data.fingerprint, data.prompt_style, origin, world.device.describe())
-    return own | {"frozen": frozen, "mesh": world.layout} | plug_in_digests(spec)
+    chosen = {"micro_batch_tokens": micro_batch} if spec.algorithm.micro_batch_tokens is None else {}
+    return own | chosen | {"frozen": frozen, "mesh": world.layout} | plug_in_digests(spec)
 
 
 def _plugin_callbacks(

@@ -73,17 +73,28 @@ class HostCopy:
 __all__ = ["CheckpointStore", "LoadedCheckpoint"]
 
 REPORT_WAIT_S = 1.0  # a longer wait is reported
-CGROUP = Path("/sys/fs/cgroup")  # of the container; version 2
+CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# where the limit, what is used, and cache that can be dropped stand: of cgroup version 2, and of version 1
+CGROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 def available_memory() -> int:
-    """Bytes of host memory that are free, or cache, within the limit of the container."""
-    available = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # no cgroup, or no limit: max
-        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        available = min(available, limit - used + int(counts["inactive_file"]))
-    return available
+    """Bytes of free host memory, cache included, within cgroup limits (of a container, a Slurm job)."""
+    found = [psutil.virtual_memory().available]
+    lines = MEMBERSHIP.read_text().splitlines() if MEMBERSHIP.exists() else []
+    for _, controllers, name in (line.split(":", 2) for line in lines):
+        if (files := CGROUP_FILES.get(controllers)) is None:
+            continue
+        folder = CGROUP / controllers / name.lstrip("/")
+        for each in (folder, *folder.parents[: len(Path(name).parts) - 1]):
+            with suppress(OSError, ValueError, KeyError):  # not mounted here, or no limit: max
+                limit, used = (int((each / file).read_text()) for file in files[:2])
+                counts = dict(line.split() for line in (each / "memory.stat").read_text().splitlines())
+                found.append(limit - used + int(counts[files[2]]))
+    return min(found)
 
 
 class CheckpointStore:
@@ -186,7 +197,7 @@ class CheckpointStore:
         machine, _, free = max(ranks, key=lambda one: needed[one[0]] / max(one[2], 1))
         fits = needed[machine] <= free / 2
         sizes = fsync_io.format_bytes(needed[machine]), fsync_io.format_bytes(free)
-        text = "the copy takes {} of {} of free host memory; null = true up to one half".format(*sizes)
+        text = "the copy needs {}, {} of host memory are free; null = true if it fits in half of it".format(*sizes)
         self.record_fact("checkpoint.asynchronous", str(fits).lower(), text)
         return fits
 

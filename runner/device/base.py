@@ -141,7 +141,9 @@ class TorchDevice(Generic[Settings]):
         return None
 
     def apply_fused_ops(self, module: nn.Module, kernels: str | None = None) -> None:
-        """Do nothing: there are no fused operators."""
+        """Say that requested kernels are not used: there are no fused operators."""
+        if kernels is not None:
+            self._decide("model.kernels", kernels, "none", "this device has no such kernels")
 
 
 SMALLEST, LARGEST = 512, 8192  # of square matrices

@@ -63,7 +63,7 @@ class DeviceConfig(ComponentConfig):
 
     def liger_problem(self) -> str | None:
         """Why Liger's kernels (`model.kernels`) cannot run there; None = they can."""
-        return "its Triton kernels need a GPU; leave it out, or type device=cuda"
+        return "its Triton kernels need an NVIDIA GPU; leave it out, or type device=cuda"
 
     @property
     def host_threads(self) -> int:

@@ -116,14 +116,18 @@ def record_experts(module: nn.Module, refuse_waits: Callable[[], AbstractContext
     experts: Any = next((part for part in found if not next(part.parameters()).is_meta), None)
     if experts is None:
         return
-    weight, width = experts.down_proj, experts.config.hidden_size
+    weight, config = experts.down_proj, experts.config
+    width = getattr(config, "moe_latent_size", None) or config.hidden_size
     given = (weight.new_ones(16, width), torch.zeros(16, 1, dtype=torch.int64, device=weight.device))
-    experts(*given, weight.new_ones(16, 1))  # which makes handles and workspaces, and may wait
     try:
+        experts(*given, weight.new_ones(16, 1))  # which makes handles and workspaces, and may wait
         with refuse_waits():
             experts(*given, weight.new_ones(16, 1))
-    except RuntimeError:
+    except RuntimeError as error:
         dtype = str(weight.dtype).removeprefix("torch.")
+        if "synchroniz" not in str(error):
+            decide.record_fact("experts", "unknown", f"a trial failed: {str(error).splitlines()[0]}")
+            return
         text = f"torch {torch.__version__} has no grouped kernel for {dtype} on this card; bfloat16 has one on Hopper"
         decide.record_fact("experts", "one after the other", text)
     else:

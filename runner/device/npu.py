@@ -164,5 +164,6 @@ class Npu(TorchDevice[NpuConfig]):
         return None if self.config.attention == "sdpa" else DenseFusionAttention(self._operators.npu_fusion_attention)
 
     def apply_fused_ops(self, module: nn.Module, kernels: str | None = None) -> None:
-        """Exchange what of a transformers model has fused operators here."""
+        """Replace what of a transformers model has fused operators here."""
+        super().apply_fused_ops(module, kernels)
         install_fused_ops(module, self.config.fused_ops, self._operators, self._decide)

@@ -28,13 +28,13 @@ IN_FLIGHT = 2
 
 def buckets_by_dtype(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Consecutive tensors of one dtype, in buckets of at most BUCKET_BYTES or one tensor."""
-    held: list[Tensor] = []
+    held, filled = list[Tensor](), 0
     for tensor in tensors:
-        filled = sum(one.nbytes for one in held)
         if held and (held[0].dtype != tensor.dtype or filled + tensor.nbytes > BUCKET_BYTES):
             yield held
-            held = []
+            held, filled = [], 0
         held.append(tensor)
+        filled += tensor.nbytes
     if held:
         yield held
 

@@ -125,7 +125,8 @@ class ToolEnvironmentConfig(EnvironmentConfig):
     workers: int = Field(
         default=64,
         ge=1,
-        description="Number of episodes of a rank that run calls at the same time. Four times as many have a process.",
+        description="Number of episodes of a rank that run calls at the same time; at most four times as many are "
+        "played, each in a process.",
     )
     max_failures: int = Field(
         default=64, ge=1, description="Stop the run after this many consecutive episodes that failed."

@@ -62,7 +62,8 @@ class RankCollectives(Protocol):
 class GradientReducer(Protocol):
     """Combines the ranks' gradients into those of one process."""
 
-    # a block with a backward pass of a mini-batch; the last one also adds what other ranks found, in place: collective
+    # a block with a backward pass of a mini-batch; the last one also adds what other ranks found, in place: collective,
+    # so after an error on a single rank no rank may continue
     def backward(self, parameters: Sequence[nn.Parameter], is_last: bool) -> AbstractContextManager[None]: ...
 
     # drop what the backward passes of an unfinished mini-batch have left

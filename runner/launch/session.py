@@ -267,10 +267,10 @@ def translate_memory_errors(spec: JobSpec) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        now = spec.algorithm.micro_batch_tokens or "null: a line at the start has its number"
         raise OutOfMemory(
             f"the device's memory is exhausted: {str(error).splitlines()[0]}\n"
-            f"  lower algorithm.micro_batch_tokens (now {spec.algorithm.micro_batch_tokens or 'null'}; same update), "
-            "or set model.gradient_checkpointing=true"
+            f"  lower algorithm.micro_batch_tokens (now {now}; same update), or set model.gradient_checkpointing=true"
         ) from error
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in HOST_MEMORY):

@@ -122,7 +122,7 @@ class ModelConfig(ComponentConfig):
         if self.compile and (used := list(self._uncompilable(job))):
             found.append(("model.compile", f"{' and '.join(used)} is not tested with torch.compile; leave it out"))
         if self.kernels is not None:
-            found += [("model.kernels", f"liger: {text}") for text in self._liger_objections(job)]
+            found += [("model.kernels", f"liger: {text}") for text in self._liger_problems(job)]
         if self.quantization is not None:
             found += [("model.quantization", text) for text in self._unquantizable(job)]
         if self.router_replay in ("sampler", "old") and (reason := self.replay_objection(job)):
@@ -166,12 +166,13 @@ class ModelConfig(ComponentConfig):
             text = f"with {kind}, embedding and head are cut or gathered in bfloat16, so a float32 head has no effect"
             yield "model.head_dtype", f"{text}; leave it out, or type parallelism=ddp or fsdp"
 
-    def _liger_objections(self, job: Any) -> Iterator[str]:
+    def _liger_problems(self, job: Any) -> Iterator[str]:
         """Why not to use Liger's kernels."""
         if reason := job.device.liger_problem():
             yield reason
         if self.compile:
-            yield "model.compile=true fuses the same operations, and is not tested with Triton kernels; leave one out"
+            text = "model.compile=true fuses the same operations, and is not tested with Triton kernels"
+            yield f"{text}; type model.compile=false"
         if self.gradient_checkpointing == "selective":
             text = "its rotary kernel overwrites the keys that model.gradient_checkpointing=selective keeps"
             yield f"{text}, so gradients would be wrong; type model.gradient_checkpointing=true"

@@ -148,11 +148,11 @@ class ParallelismPlan:
                 device=self.device.torch_device,
                 reshard=self.config.reshard_after_forward,
                 offload=self.config.cpu_offload,
-                memory=min(self.world_peers.all_gather(_device_memory(self.device.torch_device))),
+                memory=min(self.world_peers.all_gather(device_memory(self.device.torch_device))),
                 decide=self.decide,
             )
 
 
-def _device_memory(device: torch.device) -> int:
+def device_memory(device: torch.device) -> int:
     """Bytes of a device's memory; 0 for the CPU."""
     return 0 if device.type == "cpu" else int(torch.get_device_module(device).mem_get_info(device)[1])

@@ -16,7 +16,7 @@ import torch
 
 from runner.checkpoint import format
 from runner.checkpoint.config import CheckpointConfig, SafetensorsConfig
-from runner.checkpoint.store import CheckpointStore, available_memory
+from runner.checkpoint.store import CGROUP_FILES, CheckpointStore, available_memory
 from runner.core.errors import RunnerError, StorageError, TrainingDiverged
 from runner.parallelism.process_groups import ProcessGroupCollectives
 from tests.checkpoint.conftest import make_state
@@ -264,7 +264,7 @@ def test_the_free_memory_decides_by_default_and_is_said(
     assert store.steps() == [1, 2]
     [(feature, value, reason)] = facts
     assert (feature, value) == ("checkpoint.asynchronous", str(fits).lower())
-    assert reason.startswith(f"the copy takes {size} B of {2 * size // needed} B of free host memory")
+    assert reason.startswith(f"the copy needs {size} B, {2 * size // needed} B of host memory are free")
 
 
 def test_ranks_decide_alike_by_the_machine_with_the_least_memory(
@@ -280,14 +280,24 @@ def test_ranks_decide_alike_by_the_machine_with_the_least_memory(
     assert ranks(2, work) == [True, True]
 
 
-def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("folder", ["", "slurm/job_7/step_0", "slurm/job_7"])
+@pytest.mark.parametrize("old", [False, True])
+def test_limits_of_containers_and_slurm_jobs_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, old: bool
+) -> None:
     whole = available_memory()
+    membership = tmp_path / "membership"
+    membership.write_text(f"3:cpu:/\n{'4:memory' if old else '0:'}:/slurm/job_7/step_0\n")
     monkeypatch.setattr("runner.checkpoint.store.CGROUP", tmp_path)
+    monkeypatch.setattr("runner.checkpoint.store.MEMBERSHIP", membership)
     assert available_memory() == pytest.approx(whole, rel=0.5)
-    for name, text in {"max": "max", "current": "700", "stat": "anon 300\ninactive_file 400"}.items():
-        (tmp_path / f"memory.{name}").write_text(text + "\n")
+    limited = tmp_path / ("memory" if old else "") / folder
+    limited.mkdir(parents=True, exist_ok=True)
+    limit, used, cache = CGROUP_FILES["memory" if old else ""]
+    for name, text in {limit: "max", used: "700", "memory.stat": f"anon 300\n{cache} 400"}.items():
+        (limited / name).write_text(text + "\n")
     assert available_memory() == pytest.approx(whole, rel=0.5)
-    (tmp_path / "memory.max").write_text("1000\n")
+    (limited / limit).write_text("1000\n")
     assert available_memory() == 700
 
 

@@ -287,7 +287,7 @@ def test_liger_rotary_overwrites_what_selective_recomputation_keeps(family: str)
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ((), "need a GPU; leave it out, or type device=cuda"),
+        ((), "need an NVIDIA GPU; leave it out, or type device=cuda"),
         (("device=npu",), r"has fused operators of its own \(device.fused_ops\); leave it out"),
         (("device=cuda", "model.compile=true"), "fuses the same operations"),
         (("device=cuda", "model.gradient_checkpointing=selective"), "type model.gradient_checkpointing=true"),

@@ -7,6 +7,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -78,3 +79,6 @@ def _rank(
         found = (False, traceback.format_exc())
     sender.send_bytes(pickle.dumps(found))  # send() would leave tensors in shared memory, which ends with the process
     sender.close()
+    if distributed.is_initialized():
+        with suppress(RuntimeError):  # of a rank that failed
+            distributed.barrier()  # others may still make a group that this rank has, and would find it closed

@@ -14,20 +14,22 @@ LARGEST = 2**17  # tokens: a larger micro-batch is not faster
 
 
 def largest_micro_batch(spec: JobSpec, card: Card) -> tuple[int, str]:
-    """Tokens, and the reason: a power of two, not below the longest row, which stands where none fits."""
+    """Tokens, and why: a power of two that fits, or the longest row, if that is more or nothing fits."""
 
     @cache
     def plan(size: int) -> Estimate:
         return estimate(with_micro_batch(spec, size), card)
 
     longest = longest_row_tokens(spec)
-    sizes = [size for size in (2**k for k in range(LARGEST.bit_length())) if size >= longest]
+    enough = min(plan(longest).work.tokens, LARGEST)  # a step has no more, or it would not be faster
+    sizes = [longest, *(2**k for k in range(longest.bit_length(), (enough - 1).bit_length() + 1))]
     fitting = bisect_left(sizes, True, key=lambda size: not plan(size).fits(card))
     if not fitting:
         return longest, f"the longest row; by the estimate of run plan it may not fit the {card.name}"
     tokens = sizes[fitting - 1]
     most, memory = (f"{size / GIB:.1f}" for size in (plan(tokens).fullest_band(card).high, card.memory))
-    return tokens, f"at most {most} of {memory} GiB of the {card.name}, by the estimate of run plan"
+    limit = "" if fitting < len(sizes) else f"; more than {enough} would not be faster"
+    return tokens, f"at most {most} of {memory} GiB of the {card.name}, by the estimate of run plan{limit}"
 
 
 def with_micro_batch(spec: JobSpec, tokens: int) -> JobSpec:

@@ -21,12 +21,13 @@ from runner.spec.job import JobSpec
 from runner.tools.plan.budget import largest_micro_batch, with_micro_batch
 from runner.tools.plan.estimate import estimate
 
-CARD = CARDS["H100"]
+CARD, WANTED = CARDS["H100"], "algorithm.micro_batch_tokens=null"
 
 
 def job(*words: str) -> JobSpec:
-    words = words or ("algorithm.micro_batch_tokens=null",)
-    given = ("+recipe=sft_demo", "device=cuda", "data.max_length=600", *words)
+    words = words or (WANTED,)
+    longest = () if any(word.startswith("data.max_length") for word in words) else ("data.max_length=600",)
+    given = ("+recipe=sft_demo", "device=cuda", *longest, *words)
     return compose_job(given).spec
 
 
@@ -43,13 +44,38 @@ def test_it_is_the_largest_power_of_two_that_fits() -> None:
     assert "of 2.0 GiB of the H100, by the estimate of run plan" in reason
 
 
-def test_more_memory_allows_more_up_to_a_limit() -> None:
-    assert largest_micro_batch(job(), CARD)[0] == 2**17
+def test_more_memory_allows_more_up_to_the_tokens_of_a_step() -> None:
+    tokens, reason = largest_micro_batch(job(), CARD)
+    step = 600 * job().algorithm.batch_size
+    assert tokens // 2 < step <= tokens and f"more than {step} would not be faster" in reason
+    assert largest_micro_batch(job(WANTED, "algorithm.batch_size=4096"), CARD)[0] == 2**17
 
 
 def test_the_longest_row_is_the_least() -> None:
     tokens, reason = largest_micro_batch(job(), CARD._replace(memory=GIB // 2))
     assert tokens == 600 and "may not fit" in reason
+    assert (
+        largest_micro_batch(
+            job(WANTED, "data.max_length=200000", "model.max_positions=200000"), CARD._replace(memory=10**15)
+        )[0]
+        == 200_000
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("+recipe=tinker_demo",), "run tinker does not know its clients' rows; type a number"),
+        (
+            ("+recipe=sft_demo", "parallelism=ddp", "parallelism.pp=2", "launch.devices=2"),
+            "the stages of parallelism.pp",
+        ),
+    ],
+    ids=["tinker", "pp"],
+)
+def test_null_is_refused_where_a_number_is_needed(words: tuple[str, ...], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        compose_job((*words, WANTED))
 
 
 def resolved(spec: JobSpec, device: Any) -> tuple[int | None, str]:
@@ -67,7 +93,8 @@ def test_a_cpu_takes_a_fixed_number() -> None:
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_card_takes_what_the_plan_gives_or_says_why_not(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
     card = CARD._replace(memory=2 * GIB)
-    monkeypatch.setattr(micro_batch, "card_of", lambda _: card)
+    monkeypatch.setattr(micro_batch, "card_of", lambda _: CARD)
+    monkeypatch.setattr(micro_batch, "device_memory", lambda _: card.memory)
     spec, device = job(), SimpleNamespace(torch_device=torch.device("cuda"))
     wanted = largest_micro_batch(spec, card)
     if refused:
