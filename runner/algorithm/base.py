@@ -126,9 +126,6 @@ class AlgorithmConfig(ComponentConfig):
         if self.batch_size % self.mini_batches:
             text = f"{self.mini_batches} does not divide algorithm.batch_size={self.batch_size}"
             found.append(("algorithm.mini_batches", text))
-        if self.micro_batch_tokens is None and getattr(job.parallelism, "pp", 1) > 1:
-            text = "null asks what fits, and the stages of parallelism.pp need several micro-batches; type a number"
-            found.append(("algorithm.micro_batch_tokens", text))
         return found
 
     def _component_problems(self, job: Any) -> list[tuple[str, str]]:

@@ -229,8 +229,7 @@ def build(
         closing=_closing(callbacks, (activity, store, judges, reward, builder, publisher, sampler)),
     )
     sections = {**job.learners, "algorithm": job.algorithm, "feed": job.feed}
-    identity = _identity(given, spec.algorithm.micro_batch_tokens, data, models, world)
-    built = BuiltJob(job, model, store, sections, identity, data, world, given, own)
+    built = BuiltJob(job, model, store, sections, _identity(given, spec, data, models, world), data, world, given, own)
     callbacks.append(_checkpoint_callback(spec, built, decide))
     return built
 
@@ -338,10 +337,8 @@ def _experience_queue(
     return ExperienceQueue(collect, spec.steps, algorithm.lag, encode=algorithm.encode, decode=algorithm.decode)
 
 
-def _identity(
-    spec: JobSpec, micro_batch: int | None, data: Data, models: Models, world: ParallelContext
-) -> dict[str, Any]:
-    """What a checkpoint says of the job that wrote it. micro_batch: its tokens, which the spec may leave open."""
+def _identity(spec: JobSpec, resolved: JobSpec, data: Data, models: Models, world: ParallelContext) -> dict[str, Any]:
+    """What a checkpoint says of the job that wrote it; resolved: with the numbers that were chosen."""
 
     def origins() -> tuple[dict[str, str], dict[str, dict[str, str]]]:
         frozen = {role: dict(one.base_fingerprint) for role, one in models.frozen.items()}
@@ -349,7 +346,8 @@ def _identity(
 
     origin, frozen = run_on_rank0(world.world_peers, origins)  # which has read the weights
     own = run_identity(spec, data.fingerprint, data.prompt_style, origin, world.device.describe())
-    chosen = {"micro_batch_tokens": micro_batch} if spec.algorithm.micro_batch_tokens is None else {}
+    tokens = resolved.algorithm.micro_batch_tokens
+    chosen = {} if tokens == spec.algorithm.micro_batch_tokens else {"micro_batch_tokens": tokens}
     return own | chosen | {"frozen": frozen, "mesh": world.layout} | plug_in_digests(spec)
 
 

@@ -161,6 +161,9 @@ class MeshConfig(MultiProcessConfig):
             text = f"parallelism.cp={mesh.cp} needs packed batches; leave it out"
             found.append(("model.batch_layout", text))
         found += self._unused_options(mesh)
+        if mesh.pp > 1 and job.algorithm.micro_batch_tokens is None:
+            text = "null asks what fits, and the stages of parallelism.pp need several micro-batches; type a number"
+            found.append(("algorithm.micro_batch_tokens", text))
         if self.pp_virtual_stages > 1 and job.algorithm.scores_within_passes:  # in another order than its stages
             text = "distill runs its teacher between its own passes; leave it out"
             found.append(("parallelism.pp_virtual_stages", text))
