@@ -47,7 +47,7 @@ def learner(model: Any, world: ParallelContext, budget: int) -> LocalLearner:
 
 def spread(model: Any, config: MeshConfig, mesh: Mesh, memory: int, budget: int = 20) -> tuple[LocalLearner, Decisions]:
     """A learner on one of the ranks, whose device has so much memory."""
-    apply._device_memory = lambda _: memory  # type: ignore[assignment]  # this process is of this test alone
+    apply.device_memory = lambda _: memory  # type: ignore[assignment]  # this process is of this test alone
     world, decide = meshed(config, mesh), Decisions()
     world.shard(model, decide)
     return learner(model, world, budget), decide
