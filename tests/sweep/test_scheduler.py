@@ -217,9 +217,10 @@ def test_a_report_of_a_sweep_that_was_killed_knows_that_its_jobs_have_ended(
 ) -> None:
     process = sweep_process("start", ["good", "saves"], '{"parallel": 1}')
     until(lambda: list(tmp_path.glob("*/001/metrics.jsonl")))
+    folder = only_sweep(tmp_path)
+    until(lambda: toy.states(folder) == ["done", "running"])  # which the job need not wait for
     process.kill()
     process.wait()
-    folder = only_sweep(tmp_path)
     pid = int((folder.run(1).root / "starts").read_text())
     until(lambda: not alive(pid))
     assert toy.states(folder) == ["done", "running"] and commands.rewrite_report(str(folder.root)) == 0
