@@ -38,7 +38,8 @@ def limited() -> Iterator[Path]:
 
 def test_the_command_after_a_killed_run_says_so(tmp_path: Path) -> None:
     printed = tmp_path / "printed.txt"
-    words = (*SMALL, "steps=3")
+    # A save in the background may find the job at its next step.
+    words = (*SMALL, "steps=3", "checkpoint.asynchronous=false")
     killed = Command(*words, cwd=tmp_path, printed=printed, RUNNER_FAILPOINT="checkpoint.before_rename:kill")
     assert killed.wait(60) == -9 and killed.said().endswith("\n")
     folder = os.path.relpath((tmp_path / "outputs/latest").resolve(), tmp_path)
