@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from runner.algorithm.preference.learning import build_dpo
 from runner.algorithm.sft import build
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
+from runner.core.completion_text import completion_text
 from runner.data.dataset import PROMPTS_WITH_ANSWERS, ROWS, TokenizedData, Write, load_or_build
 from runner.data.sampling_order import ProportionalOrder, RefillOrders
 from runner.distributed.work_partition import SingleProcess, shard_batch
@@ -98,21 +100,21 @@ class Prompts:
 
 
 class OtherRanks:
-    """Stands for the samplers of all ranks: this one pickles its own answers, and unpickles everybody's."""
+    """Stands for the samplers of all ranks: this one decodes and pickles its own answers, and unpickles everybody's."""
 
     temperature, max_model_len = 1.0, None
 
-    def __init__(self, count: int, longest: int, ranks: int) -> None:
-        random = np.random.default_rng(0)
+    def __init__(self, count: int, longest: int, ranks: int, tokenizer: Any) -> None:
+        random, self.tokenizer = np.random.default_rng(0), tokenizer
         self.max_new_tokens, self.answers = longest, list[Rollout]()
         for length in random.integers(64, longest + 1, count).tolist():
-            logprobs = tuple(random.standard_normal(length).tolist())
-            self.answers.append(Rollout((97,) * length, logprobs, logprobs, 0, "stop"))
+            logprobs, ids = random.standard_normal(length), (97,) * length
+            self.answers.append(Rollout(ids, logprobs, logprobs, 0, "stop", text=completion_text(tokenizer, ids)))
         self.own, self.sent = self.answers[: len(self.answers) // ranks], pickle.dumps(self.answers)
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """The answers as another process would have sent them."""
-        pickle.dumps(self.own)
+        pickle.dumps([replace(one, text=completion_text(self.tokenizer, one.ids)) for one in self.own])
         return list(pickle.loads(self.sent))
 
 
@@ -126,8 +128,12 @@ class LengthReward:
 
 def make_policy(rows: int, longest: int, ranks: int) -> Any:
     """GRPO that learns `rows` answers in each step."""
-    config, sampler = GrpoConfig(batch_size=rows // 16, group_size=16, kl_coef=0), OtherRanks(rows, longest, ranks)
-    parts: Any = {"data": Prompts(), "tokenizer": byte_tokenizer(8192), "sampler": sampler, "reward": LengthReward()}
+    tokenizer = byte_tokenizer(8192)
+    config, sampler = (
+        GrpoConfig(batch_size=rows // 16, group_size=16, kl_coef=0),
+        OtherRanks(rows, longest, ranks, tokenizer),
+    )
+    parts: Any = {"data": Prompts(), "tokenizer": tokenizer, "sampler": sampler, "reward": LengthReward()}
     return build_policy(config, AlgorithmInputs(seed=0, decide=Decisions(), **parts))
 
 

@@ -12,10 +12,11 @@ observation as the chat template does; the policy's own tokens are never written
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
+from itertools import chain
 from operator import sub
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,9 +56,9 @@ class Episode:
 
     prompt: Prompt
     messages: list[Mapping[str, Any]] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    mask: list[float] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    ids: array[int] = field(default_factory=lambda: array("q"))
+    mask: array[float] = field(default_factory=lambda: array("d"))
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
     truncation: float = 0.0
     text: str = ""
     finish: str = ""
@@ -70,11 +71,11 @@ class Episode:
 
     def append_action(self, rollout: Rollout, text: str) -> None:
         """A turn of the policy."""
-        self.ids += rollout.ids
-        self.mask += [1.0] * len(rollout.ids)
-        raw = rollout.raw_logprobs or (math.nan,) * len(rollout.ids)
-        self.logprobs += raw
-        if rollout.logprobs != raw:
+        self.ids.extend(rollout.ids)
+        self.mask += array("d", [1.0]) * len(rollout.ids)
+        raw = rollout.raw_logprobs or array("d", [math.nan]) * len(rollout.ids)
+        self.logprobs.extend(raw)
+        if raw is not rollout.logprobs:
             self.truncation += math.fsum(map(sub, rollout.logprobs, raw))
         self.messages.append({"role": "assistant", "content": text})
         self.text, self.finish = text, rollout.finish
@@ -86,9 +87,9 @@ class Episode:
 
     def append_observation(self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> None:
         """Messages of the environment: context, never trained on."""
-        self.ids += ids
-        self.mask += [0.0] * len(ids)
-        self.logprobs += [0.0] * len(ids)
+        self.ids.extend(ids)
+        self.mask += array("d", [0.0]) * len(ids)
+        self.logprobs += array("d", [0.0]) * len(ids)
         self.messages += messages
 
     @property
@@ -99,9 +100,14 @@ class Episode:
     def completion(self, step: int) -> Completion:
         """The episode as a reward sees it after `step` steps."""
         rows = (*self.extra_rows, self)
-        own = tuple(chain.from_iterable(compress(row.ids, row.mask) for row in rows))
+        own = tuple(chain.from_iterable(np.asarray(row.ids)[np.asarray(row.mask) > 0].tolist() for row in rows))
         messages = None if self.prompt.messages is None else (*self.prompt.messages, *self.messages)
         return Completion(self.prompt, own, self.text, self.finish, messages, step, self.result)
+
+
+def rollout_text(tokenizer: Any, rollout: Rollout) -> str:
+    """The text of a rollout, decoded here unless its sampler did so."""
+    return completion_text(tokenizer, rollout.ids) if rollout.text is None else rollout.text
 
 
 class AnswerSampler(Protocol):
@@ -165,7 +171,7 @@ class EpisodeRunner:
 
     def append_turn(self, episode: Episode, rollout: Rollout) -> None:
         """A turn of the policy."""
-        episode.append_action(rollout, completion_text(self.tokenizer, rollout.ids))
+        episode.append_action(rollout, rollout_text(self.tokenizer, rollout))
 
     def append_reply(self, episode: Episode, reply: EnvironmentReply, *, is_last: bool) -> bool:
         """Add what an environment says; False where the episode is over, or has no room for another turn."""

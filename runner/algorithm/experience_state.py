@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -24,7 +25,7 @@ def encode_experience(experience: Experience) -> State:
     """The experience as a checkpoint keeps it: numbers of tokens in tensors, the rest as JSON."""
     drawn = [row for group in experience.groups for s in group.samples for row in (s, *s.extra_rows)]
     values = attrgetter("text", "finish", "version", "reward")
-    flat = {name: [x for s in drawn for x in getattr(s, name)] for name in ("ids", "mask", "logprobs")}
+    flat = {name: np.concatenate([getattr(s, name) for s in drawn]) for name in ("ids", "mask", "logprobs")}
     groups = [
         {
             "prompt": {
@@ -41,7 +42,7 @@ def encode_experience(experience: Experience) -> State:
         }
         for g in experience.groups
     ]
-    tensors = {n: torch.tensor(v, dtype=torch.int64 if n == "ids" else torch.float64) for n, v in flat.items()}
+    tensors = {n: torch.from_numpy(v.astype(np.int64 if n == "ids" else np.float64)) for n, v in flat.items()}
     if experts := [s.experts for s in drawn if s.experts is not None]:
         tensors["experts"] = torch.from_numpy(np.concatenate(experts))
     return {
@@ -58,7 +59,9 @@ def encode_experience(experience: Experience) -> State:
 
 def decode_experience(state: State) -> Experience:
     """The inverse of `encode`."""
-    rest = {name: iter(tensor if name == "experts" else tensor.tolist()) for name, tensor in state["tensors"].items()}
+    experts_of = iter(state["tensors"].get("experts", ()))
+    names, first = ("ids", "mask", "logprobs"), 0
+    columns = [array("q" if name == "ids" else "d", state["tensors"][name].numpy().tobytes()) for name in names]
 
     def samples(lines: Iterator[Sequence[Any]]) -> Iterator[RolloutSample]:
         for line in lines:
@@ -66,12 +69,13 @@ def decode_experience(state: State) -> Experience:
             yield replace(sample, extra_rows=tuple(read(*next(lines))[0] for _ in range(num_rows)))
 
     def read(size: int, *values: Any) -> tuple[RolloutSample, int]:
-        ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
+        nonlocal first
+        (ids, mask, logprobs), first = (column[first : first + size] for column in columns), first + size
         text, finish, version, reward, history, components, truncation, *more = values
         defaults: tuple[Any, ...] = ((), {}, 0, 0)  # of what older runs did not write
         runs, counts, routed, num_rows = (*more, *defaults[len(more) :])
         versions = tuple(version for version, count in runs for _ in range(count))
-        experts = torch.stack([*islice(rest["experts"], routed)]).numpy() if routed else None
+        experts = torch.stack([*islice(experts_of, routed)]).numpy() if routed else None
         own = (text, finish, version, reward, tuple(history), components, truncation, versions, counts, experts)
         return RolloutSample(ids, mask, logprobs, *own), num_rows
 

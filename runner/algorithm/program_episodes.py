@@ -8,13 +8,13 @@ call: its prompt begins with all ids of a row    ──▶ the row continues: ne
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from runner.algorithm.episode import FAILED, AnswerSampler, Episode
-from runner.core.completion_text import completion_text
+from runner.algorithm.episode import FAILED, AnswerSampler, Episode, rollout_text
 from runner.core.media import without_media
 from runner.core.rng import derive_seed
 from runner.interfaces import EpisodeResult, Prompt, Request, Rollout
@@ -102,14 +102,14 @@ def add_turn(
         said, size = call.messages[len(row.prompt.messages) :], len(row.messages)
         row.messages[:] = said[:size]  # the policy's last turn as a message with calls
         row.append_observation(said[size:], call.ids[len(row.prompt.ids) + len(row.ids) :])
-    row.append_action(rollout, completion_text(tokenizer, rollout.ids))
+    row.append_action(rollout, rollout_text(tokenizer, rollout))
     rows.append(row)
 
 
 def _continues(ids: Sequence[int], row: Episode) -> bool:
     """Whether ids begin with all of a row's."""
     size = len(row.prompt.ids)
-    return ids[:size] == row.prompt.ids and list(ids[size : size + len(row.ids)]) == row.ids
+    return ids[:size] == row.prompt.ids and array("q", ids[size : size + len(row.ids)]) == row.ids
 
 
 def _make_episode(

@@ -10,6 +10,7 @@ Legend: G samples per prompt.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,9 +55,9 @@ class RolloutSample:
     the prompt and all tokens but the last, see `Rollout`; extra_rows: further rows of the same episode
     """
 
-    ids: tuple[int, ...]
-    mask: tuple[float, ...]
-    logprobs: tuple[float, ...]
+    ids: Sequence[int]
+    mask: Sequence[float]
+    logprobs: Sequence[float]
     text: str
     finish: str
     version: int
@@ -96,7 +97,7 @@ class Group:
     def outcomes(self) -> tuple[Outcome, ...]:
         """What came of each sample."""
         return tuple(
-            Outcome(s.reward, dict(s.components), sum(int(sum(row.mask)) for row in s.rows), s.finish, s.counts)
+            Outcome(s.reward, dict(s.components), sum(int(np.sum(row.mask)) for row in s.rows), s.finish, s.counts)
             for s in self.samples
         )
 
@@ -236,9 +237,9 @@ def make_group(
 
 def to_sample(episode: Episode, reward: float | None, parts: RewardComponents, shared: int) -> RolloutSample:
     """The finished sample; the ids of its prompt after the first `shared` are context of its own."""
-    own = episode.prompt.ids[shared:] if episode.ids else ()
-    zeros = (0.0,) * len(own)
-    tokens = ((*own, *episode.ids), (*zeros, *episode.mask), (*zeros, *episode.logprobs))
+    own = array("q", episode.prompt.ids[shared:] if episode.ids else ())
+    zeros = array("d", [0.0]) * len(own)
+    tokens = own + episode.ids, zeros + episode.mask, zeros + episode.logprobs
     turn = (episode.text, episode.finish, episode.version)
     return RolloutSample(
         *tokens,

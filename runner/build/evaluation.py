@@ -171,7 +171,8 @@ class AnswerParts:
         )
         sampler = TorchSampler(config, self.policy, decide=self.decide if options.samples else Decisions())
         full_params = partial(self.world.summon_full_params, self.policy)
-        return ShorteningSampler(PartitionedSampler(sampler, self.world.world_peers, full_params))
+        partitioned = PartitionedSampler(sampler, self.world.world_peers, full_params, self.policy.tokenizer)
+        return ShorteningSampler(partitioned)
 
 
 def _own_answers(spec: JobSpec, questions: Sequence[EvalQuestion], answers: AnswerParts) -> list[Evaluation]:

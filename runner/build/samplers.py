@@ -65,13 +65,13 @@ def build_sampler(
     elif spec.sampler.served:
         sampler = Rank0Sampler(lambda: make_local_sampler(spec, policy, decide, folder), peers)
     elif spec.sampler.engine:
-        sampler = PartitionedSampler(make_local_sampler(spec, policy, decide, folder), peers, nullcontext)
+        sampler = PartitionedSampler(make_local_sampler(spec, policy, decide, folder), peers, nullcontext, tokenizer)
     else:
         head = _policy_head(spec)
         ahead = spec.algorithm.steps_ahead() > 0
         model = build_model(spec, tokenizer, device, decide, head, world.as_ddp()) if ahead else policy
         own = make_local_sampler(spec, model, decide, folder)
-        sampler = PartitionedSampler(own, peers, partial(world.summon_full_params, model))
+        sampler = PartitionedSampler(own, peers, partial(world.summon_full_params, model), tokenizer)
     _report_episode_limit(spec, sampler, decide)
     _report_padding(policy.limits().vocab_size, tokenizer, decide)
     if spec.sampler.engine or spec.sampler.is_interruptible or not spec.environment.is_repeatable():

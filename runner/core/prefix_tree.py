@@ -98,7 +98,7 @@ def _append(channels: Mapping[str, list[Row]], part: Branch) -> None:
         if len(values) != len(part.ids):
             raise ValueError(f"channel {name} has {len(values)} values for {len(part.ids)} tokens")
         kind = np.int64 if name == "ids" else np.float32
-        column.append(values if isinstance(values, np.ndarray) else np.fromiter(values, kind, len(values)))
+        column.append(np.asarray(values, kind))
 
 
 def _parts(tree: Tree, share: bool, most_tokens: int | None) -> list[range]:

@@ -41,7 +41,7 @@ class AnswerJournal:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
-                ids, finish = tuple(map(int, row["ids"])), str(row["finish"])
+                ids, finish = [*map(int, row["ids"])], str(row["finish"])
                 yield str(row["key"]), Rollout(ids, (math.nan,) * len(ids), None, 0, finish)
             except (ValueError, KeyError, TypeError):
                 print(f"{self.path}: line {number} is damaged; its question is repeated", file=sys.stderr)
@@ -91,7 +91,7 @@ class JournaledSampler:
         found = {key: rollout for key in dict.fromkeys(keys) if (rollout := self.journal.find(key)) is not None}
         missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in found}
         for key, ids, finish in self._generate(missing):
-            rollout = Rollout(tuple(ids), (math.nan,) * len(ids), None, 0, finish)
+            rollout = Rollout(ids, (math.nan,) * len(ids), None, 0, finish)
             prompt, text = (self.tokenizer.decode(without_media(one)) for one in (missing[key].prompt, rollout.ids))
             self.journal.add(key, rollout, {"prompt": prompt, "seed": missing[key].seed, "text": text})
             found[key] = rollout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
@@ -127,7 +128,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A sampled answer.
+    """A sampled answer. Its numbers become arrays, int64 and float64, which ranks send and join as bytes.
 
     ids: the new tokens, the end token included if it was drawn
     logprobs: of the distribution really sampled from (tempered, truncated); raw_logprobs again, where an engine reports
@@ -138,15 +139,28 @@ class Rollout:
     versions: of the weights that drew each token, by a sampler that loads newer ones meanwhile; else empty
     experts: int16 [L, M, k], the k experts of the M layers that have some, for each of the L tokens that were computed:
     the prompt and all new ones but the last; None where the sampler does not return them
+    text: of the ids, see `completion_text`, where the rank that sampled it made it for all
     """
 
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    raw_logprobs: tuple[float, ...] | None
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    raw_logprobs: Sequence[float] | None
     version: int
     finish: str
-    versions: tuple[int, ...] = ()
+    versions: Sequence[int] = ()
     experts: Experts | None = field(default=None, compare=False)
+    text: str | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        """Raises TypeError for what is not a number."""
+        given = {"ids": self.ids, "versions": self.versions, "logprobs": self.logprobs}
+        if self.raw_logprobs is not None and self.raw_logprobs is not self.logprobs:
+            given["raw_logprobs"] = self.raw_logprobs
+        for name, values in given.items():
+            if not isinstance(values, array):
+                object.__setattr__(self, name, array("d" if "logprobs" in name else "q", values))
+        if self.raw_logprobs is not None and "raw_logprobs" not in given:
+            object.__setattr__(self, "raw_logprobs", self.logprobs)  # the same array, which is sent once
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from numbers import Real
 from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
+from runner.core.completion_text import completion_text
 from runner.core.errors import EnvironmentProblem
 from runner.distributed.work_partition import balance_by_cost, group_by_prompt, run_on_rank0, run_partitioned
 from runner.interfaces import (
@@ -35,18 +37,19 @@ Parts = list[list[Mapping[str, float | None]]]
 
 
 class PartitionedSampler(SamplerWrapper):
-    """A sampler on each rank; requests of a group, which share a prompt, are sampled on one rank."""
+    """A sampler on each rank; the requests of a group, which share a prompt, are all left to one."""
 
-    def __init__(self, sampler: Sampler, peers: RankCollectives, whole: FullParamsContext) -> None:
+    def __init__(self, sampler: Sampler, peers: RankCollectives, whole: FullParamsContext, tokenizer: Any) -> None:
         super().__init__(sampler)
-        self._peers, self._whole = peers, whole
+        self._peers, self._whole, self._tokenizer = peers, whole, tokenizer
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """See `Sampler`; all ranks ask for the same."""
         members, costs = group_by_prompt(requests)
 
         def work(mine: list[int]) -> list[list[Rollout]]:
-            drawn = iter(self._sampler.sample([requests[at] for group in mine for at in members[group]]))
+            found = self._sampler.sample([requests[at] for group in mine for at in members[group]])
+            drawn = (replace(one, text=completion_text(self._tokenizer, one.ids)) for one in found)
             return [[next(drawn) for _ in members[group]] for group in mine]
 
         with self._whole():

@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 import logging
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -139,7 +140,8 @@ class JournalPages:
 
 def _record(rollout: Rollout) -> dict[str, Any]:
     """A rollout as JSON has it; its experts as the base64 of a NumPy file."""
-    found = {name: getattr(rollout, name) for name in Rollout.__slots__}
+    found = {name: getattr(rollout, name) for name in Rollout.__slots__ if name != "text"}
+    found |= {name: values.tolist() for name, values in found.items() if isinstance(values, array)}
     if rollout.experts is not None:
         np.save(file := io.BytesIO(), rollout.experts, allow_pickle=False)
         found["experts"] = base64.b64encode(file.getvalue()).decode()

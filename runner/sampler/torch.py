@@ -55,12 +55,11 @@ class RunningSequence:
     def to_rollout(self, *, with_versions: bool) -> Rollout:
         """The finished answer."""
         assert self.finish is not None
-        logprobs, raw = tuple(self.logprobs), None
-        if self.raw_logprobs is not None:  # a single tuple where nothing was truncated: ranks send it once
-            raw = logprobs if self.raw_logprobs == self.logprobs else tuple(self.raw_logprobs)
-        versions = tuple(self.versions) if with_versions else ()
+        same = self.raw_logprobs == self.logprobs  # nothing was truncated: one array, which ranks send once
+        raw = self.logprobs if same else self.raw_logprobs
+        versions = self.versions if with_versions else ()
         experts = torch.cat(self.experts).cpu().numpy() if self.experts else None
-        return Rollout(tuple(self.ids), logprobs, raw, self.versions[0], self.finish, versions, experts)
+        return Rollout(self.ids, self.logprobs, raw, self.versions[0], self.finish, versions, experts)
 
 
 class TorchSampler:

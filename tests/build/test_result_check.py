@@ -221,7 +221,7 @@ def test_an_environment_says_an_observation_or_nothing(said: Any, way: Way, monk
         (lambda found: found[:1], "expected a Rollout for each of 2 requests"),
         (lambda found: [one.ids for one in found], "expected a Rollout"),
         (lambda found: [replace(one, ids=(10**6,) * len(one.ids)) for one in found], "expected 1 to 3 ids from 0 to"),
-        (lambda found: [replace(one, ids=torch.tensor(one.ids)) for one in found], "ids from 0 to"),
+        (lambda found: [replace(one, ids=-torch.tensor(one.ids)) for one in found], "ids from 0 to"),
         (lambda found: [replace(one, ids=one.ids * 9) for one in found], "expected 1 to 3 ids"),
         (lambda found: [replace(one, logprobs=one.logprobs[1:]) for one in found], "expected finite logprobs"),
         (

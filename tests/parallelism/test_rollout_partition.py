@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from runner.core.completion_text import completion_text
 from runner.core.errors import DataError, EnvironmentProblem, RunnerError
 from runner.distributed.work_partition import SingleProcess
 from runner.interfaces import Completion, EnvironmentFactory, Observation, Prompt, Request, Rollout
+from runner.model.tiny import byte_tokenizer
 from runner.parallelism.environment_partition import PartitionedEnvironments, PartitionedEpisodes
 from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import (
@@ -40,16 +42,19 @@ class Echo:
         return [Rollout((r.seed,), (-0.5,), None, self.version, "stop") for r in requests]
 
 
+TOKENIZER = byte_tokenizer(512)
 REQUESTS = [Request((1,) * (1 + seed % 5), seed, 7, group) for seed, group in enumerate([4, 4, 0, 0, 4, 2, 2, 9, 9, 9])]
 
 
 def sampled(world: ParallelContext, requests: Sequence[Request]) -> tuple[list[int], list[Request]]:
     inner = Echo()
-    sampler = PartitionedSampler(inner, world.rollout_peers, nullcontext)
+    sampler = PartitionedSampler(inner, world.rollout_peers, nullcontext, TOKENIZER)
     sampler.load_weights(None, 3)
     assert (sampler.temperature, sampler.max_new_tokens, sampler.max_model_len) == (0.5, 7, 99)
     drawn = sampler.sample(requests)
     assert {one.version for one in drawn} == {3}
+    texts = [completion_text(TOKENIZER, one.ids) for one in drawn]
+    assert [one.text for one in drawn] == texts, "decoded once, by the rank that sampled it"
     return [one.ids[0] for one in drawn], inner.asked
 
 

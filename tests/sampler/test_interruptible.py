@@ -6,6 +6,7 @@ import copy
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.interfaces import Prompt, Request, Rollout
 from runner.model.causal_lm import CausalLM
+from runner.model.tiny import byte_tokenizer
 from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import PartitionedSampler
 from runner.sampler.config import TorchSamplerConfig
@@ -141,7 +143,7 @@ def test_without_newer_weights_it_draws_what_it_always_draws() -> None:
     got = training.sampler.sample(asked)
     for one, other in zip(got, plain.sample(asked), strict=True):
         assert (one.ids, one.logprobs, one.raw_logprobs) == (other.ids, other.logprobs, other.raw_logprobs)
-        assert other.versions == () and set(one.versions) == {0}
+        assert not other.versions and set(one.versions) == {0}
 
 
 def test_newer_weights_are_loaded_before_the_first_token_and_stay() -> None:
@@ -172,7 +174,8 @@ def test_weights_that_a_thread_publishes_at_any_time_are_the_recorded_ones() -> 
 def on_a_rank(world: ParallelContext) -> tuple[list[Rollout], bool]:
     training, asked = Training(causal("qwen3", double=True), max_num_seqs=4), requests()
     training.publish_at(3 + 4 * world.place.rank)
-    sampler = PartitionedSampler(training.sampler, world.rollout_peers, lambda: world.summon_full_params(training.copy))
+    full_params = partial(world.summon_full_params, training.copy)
+    sampler = PartitionedSampler(training.sampler, world.rollout_peers, full_params, byte_tokenizer(512))
     got = sampler.sample(asked)
     check(training.versions, asked, got, atol=1e-4, rtol=1e-4)
     return got, training.sampler._version == 1

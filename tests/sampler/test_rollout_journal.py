@@ -26,6 +26,7 @@ from torch import Tensor
 from runner.core.errors import StorageError
 from runner.distributed.work_partition import SINGLE_PROCESS
 from runner.interfaces import Request, Rollout
+from runner.model.tiny import byte_tokenizer
 from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import PartitionedSampler
 from runner.sampler.rollout_journal import RolloutJournal
@@ -308,7 +309,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def on_a_rank(world: ParallelContext, folder: Path, refuses: bool) -> tuple[list[Rollout], int]:
     """Each rank has an engine, rank 0 the journal."""
     engine = Refuses() if refuses else Dice()
-    sampler = PartitionedSampler(engine, world.rollout_peers, nullcontext)
+    sampler = PartitionedSampler(engine, world.rollout_peers, nullcontext, byte_tokenizer(512))
     return RolloutJournal(sampler, folder, world.rollout_peers, lambda: 0).sample(requests(0, 5)), len(engine.asked)
 
 

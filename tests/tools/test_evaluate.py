@@ -214,7 +214,7 @@ def test_a_journal_keeps_answers_as_they_were(tmp_path: Path) -> None:
     journal = AnswerJournal(tmp_path / "a.jsonl")
     journal.add("k", Rollout((1, 2), (0.0, 0.0), None, 0, "length"), {"text": "ä"})
     found = AnswerJournal(tmp_path / "a.jsonl").find("k")
-    assert found is not None and (found.ids, found.finish) == ((1, 2), "length")
+    assert found is not None and ([*found.ids], found.finish) == ([1, 2], "length")
 
 
 def test_answers_of_other_scales_and_positions_are_not_those_of_the_same_weights() -> None:

@@ -17,6 +17,7 @@ requests find out which: they sample with top_k=1, so that the probability is 1,
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -89,8 +90,8 @@ def score_request(model: str, row: Sequence[int]) -> Json:
 class CompletionAnswer:
     """An answer as the server gave it, only its form checked. stopped_by: a stop string the server saw."""
 
-    ids: list[Any]
-    logprobs: list[Any]
+    ids: Sequence[int]
+    logprobs: Sequence[float]
     stopped_by: str | None
 
 
@@ -114,12 +115,14 @@ def parse_completion(answer: Any, prompt: Sequence[int]) -> CompletionAnswer:
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict) or not isinstance(logprobs.get("token_logprobs"), list):
         raise InvalidAnswerError("the response has no log-probabilities (logprobs.token_logprobs)")
-    reason = choice.get("stop_reason")
-    return CompletionAnswer(
-        ids=_ids(choice, logprobs),
-        logprobs=[None if value == NO_LOGPROB else value for value in logprobs["token_logprobs"]],
-        stopped_by=reason if isinstance(reason, str) else None,
-    )
+    reason, values = choice.get("stop_reason"), logprobs["token_logprobs"]
+    try:
+        found = array("q", _ids(choice, logprobs)), array("d", values)
+    except (TypeError, OverflowError) as error:
+        raise InvalidAnswerError(f"the response's ids or log-probabilities are not numbers: {error}") from error
+    if NO_LOGPROB in values:
+        raise InvalidAnswerError(f"the response has no log-probability of token {values.index(NO_LOGPROB)}")
+    return CompletionAnswer(*found, stopped_by=reason if isinstance(reason, str) else None)
 
 
 def _ids(choice: Json, logprobs: Json) -> list[Any]:

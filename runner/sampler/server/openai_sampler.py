@@ -210,12 +210,12 @@ class OpenAiSampler:
     def _request(self, request: Request, limit: int, until: float) -> Rollout:
         body = self._template.body(self._sync.model, request.prompt, limit, request.seed)
         found = parse_completion(self._server.client.post("/v1/completions", body, until), request.prompt)
-        raw: tuple[float, ...] | None = None
+        raw: Sequence[float] | None = None
         if request.raw and self._has_raw_logprobs:
-            raw = tuple(found.logprobs)
+            raw = found.logprobs
         elif request.raw and self.temperature == 1:  # the only one that prompts are scored at
-            raw = tuple(self._score_row([*request.prompt, *found.ids])[len(request.prompt) - 1 :])
-        rollout = Rollout(tuple(found.ids), tuple(found.logprobs), raw, self._version, "stop")
+            raw = self._score_row([*request.prompt, *found.ids])[len(request.prompt) - 1 :]
+        rollout = Rollout(found.ids, found.logprobs, raw, self._version, "stop")
         check_rollout(rollout, request, self._version, self._limits, "the answer")
         return self._cut_at_stop(rollout, limit, found.stopped_by)
 

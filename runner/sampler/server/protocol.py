@@ -17,8 +17,8 @@ A POST is answered with a line feed each second while it is at work, so that a s
 from __future__ import annotations
 
 import json
-import math
 import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -186,16 +186,22 @@ def encode_rows(rows: Sequence[Sequence[int]], header: Mapping[str, Any]) -> byt
 
 
 def _pack_rows(rows: Sequence[Sequence[int]]) -> tuple[Array, Array]:
-    sizes = np.array([len(row) for row in rows], np.int32)
-    return sizes, np.array([value for row in rows for value in row], np.int64)  # which an image needs
+    return np.array([len(row) for row in rows], np.int32), _end_to_end(rows, np.int64)  # which an image needs
+
+
+def _end_to_end(rows: Sequence[Sequence[float]], kind: type[np.generic]) -> Array:
+    return np.concatenate([np.asarray(row, kind) for row in rows] or [np.empty(0, kind)])
 
 
 def unpack_rows(sizes: Array, values: Array) -> list[list[Any]]:
     """Rows of numbers that lie end to end. Raises ValueError where the sizes are not those of the values."""
-    if sizes.dtype.kind != "i" or (sizes < 0).any() or sizes.sum() != values.size:
+    return [row.tolist() for row in _split(sizes, values)]
+
+
+def _split(sizes: Array, values: Array) -> list[Array]:
+    if sizes.dtype.kind != "i" or sizes.ndim != 1 or (sizes < 0).any() or sizes.sum() != values.size:
         raise ValueError(f"{values.size} values do not match the row sizes")
-    flat, ends = values.tolist(), np.cumsum(sizes).tolist()
-    return [flat[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
+    return np.split(values, np.cumsum(sizes))[: len(sizes)]
 
 
 def encode_rollouts(rollouts: Sequence[Rollout], header: Mapping[str, Any]) -> bytes:
@@ -205,8 +211,8 @@ def encode_rollouts(rollouts: Sequence[Rollout], header: Mapping[str, Any]) -> b
     return encode(
         {**header, "rollouts": rows},
         *_pack_rows([r.ids for r in rollouts]),
-        np.array([value for r in rollouts for value in r.logprobs], np.float64),
-        np.array([value for r in rollouts for value in r.raw_logprobs or ()], np.float64),
+        _end_to_end([r.logprobs for r in rollouts], np.float64),
+        _end_to_end([r.raw_logprobs or () for r in rollouts], np.float64),
         *([np.concatenate(experts)] if experts else []),
     )
 
@@ -218,7 +224,9 @@ def decode_rollouts(
     try:
         rows, (sizes, ids, logprobs, raw, *experts) = header["rollouts"], arrays
         with_raw = np.array([size if has_raw else 0 for size, (_, _, has_raw) in zip(sizes, rows, strict=True)])
-        columns = unpack_rows(sizes, ids), unpack_rows(sizes, logprobs), unpack_rows(with_raw.astype(int), raw)
+        columns = _split(sizes, ids), _split(sizes, logprobs), _split(with_raw.astype(int), raw)
+        if ids.dtype != np.int64 or logprobs.dtype != np.float64 or raw.dtype != np.float64:
+            raise ValueError(f"expected int64 and float64, not {ids.dtype}, {logprobs.dtype} and {raw.dtype}")
         answers = list(zip(rows, *columns, strict=True))
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidAnswerError(f"the response cannot be read: {error}") from error
@@ -229,9 +237,9 @@ def decode_rollouts(
     for at, (request, ((held, finish, has_raw), tokens, values, raws)) in enumerate(
         zip(requests, answers, strict=True)
     ):
-        raw_logprobs = tuple(raws) if has_raw else None
-        raw_logprobs = raw_logprobs if request.raw else None
-        rollout = Rollout(tuple(tokens), tuple(values), raw_logprobs, held, finish, experts=used[at])
+        drawn = array("q", tokens.tobytes()), array("d", values.tobytes())
+        raw_logprobs = array("d", raws.tobytes()) if has_raw and request.raw else None
+        rollout = Rollout(*drawn, raw_logprobs, held, finish, experts=used[at])
         check_rollout(rollout, request, version, limits, f"answer {at}")
         found.append(rollout)
     return found
@@ -250,8 +258,9 @@ def check_rollout(rollout: Rollout, request: Request, version: int, limits: Answ
     most, size = min(request.max_new_tokens, limits.max_new_tokens), len(rollout.ids)
     if not 0 < size <= most:
         raise InvalidAnswerError(f"{name} has {size} tokens, not 1 to {most}")
-    if wrong := [token for token in rollout.ids if type(token) is not int or not 0 <= token < limits.vocab_size]:
-        raise InvalidAnswerError(f"{name} has the id {wrong[0]!r}, but the vocabulary has {limits.vocab_size} ids")
+    ids = np.asarray(rollout.ids)
+    if len(wrong := ids[(ids < 0) | (ids >= limits.vocab_size)]):
+        raise InvalidAnswerError(f"{name} has the id {wrong[0]}, but the vocabulary has {limits.vocab_size} ids")
     if rollout.version != version:
         raise InvalidAnswerError(f"{name} is of version {rollout.version!r}, not {version}")
     if rollout.finish not in ("stop", "length"):
@@ -264,9 +273,9 @@ def check_logprobs(values: Sequence[Any], size: int, name: str) -> None:
     """Raise InvalidAnswerError unless there are `size` numbers that can be log-probabilities."""
     if len(values) != size:
         raise InvalidAnswerError(f"{name} has {len(values)} log-probabilities for {size} tokens")
-    for value in values:
-        if type(value) not in (float, int) or not math.isfinite(value) or value > ROUNDING:
-            raise InvalidAnswerError(f"{name} has the log-probability {value!r}")
+    found = np.asarray(values, np.float64)
+    if len(wrong := found[~(np.isfinite(found) & (found <= ROUNDING))]):
+        raise InvalidAnswerError(f"{name} has the log-probability {wrong[0]}")
 
 
 def encode_scores(scores: Sequence[Sequence[Sequence[float]]], header: Mapping[str, Any]) -> bytes:

@@ -158,11 +158,11 @@ class VllmSampler:
         if not ids or not 0 <= min(ids) <= max(ids) < self._vocabulary or drawn.finish_reason not in ("stop", "length"):
             raise SamplerError(f"vLLM ended a completion of {len(ids)} tokens by {drawn.finish_reason}; ids {ids[:5]}")
         count, finish = self._stops.first_stop(ids, limit) or (len(ids), drawn.finish_reason)
-        logprobs = tuple(drawn.logprobs[at][ids[at]].logprob for at in range(count))
+        logprobs = [drawn.logprobs[at][ids[at]].logprob for at in range(count)]
         if not math.isfinite(sum(logprobs)):
             raise TrainingDiverged("the policy's logits are not finite, so nothing can be sampled; lower optimizer.lr")
         raw = logprobs if request.raw and self._has_raw_logprobs else None
-        return Rollout(tuple(ids[:count]), logprobs, raw, self._version, finish)
+        return Rollout(ids[:count], logprobs, raw, self._version, finish)
 
 
 def _prompt_logprobs(row: Sequence[int], found: Sequence[Mapping[int, Any] | None]) -> list[float]:

@@ -241,7 +241,8 @@ def test_tokens_keep_the_experts_that_they_were_drawn_with_over_turns_and_checkp
         row = [*episode.experts[:, 0, 0].tolist(), -1]
         prompt = len(PROMPT.ids)
         assert channel == ([*row, *row[prompt:]] if share else row * 2)
-    lost, unknown = Episode(PROMPT, finish=FAILED), Episode(PROMPT, ids=[5], mask=[1.0], logprobs=[-1.0])
+    lost, unknown = Episode(PROMPT, finish=FAILED), Episode(PROMPT)
+    unknown.append_action(Rollout((5,), (-1.0,), None, 0, "stop"), "")
     mixed = rollouts.make_group([lost, unknown, episode], [None, None, 1.0], [{}] * 3)
     trees = [Tree(PROMPT.ids, [Branch(one.ids) for one in mixed.played_samples])]
     channel = rollouts.expert_channel(pack_trees(trees, share=False), [mixed])

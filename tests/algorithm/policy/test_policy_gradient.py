@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
@@ -120,7 +121,7 @@ def in_two_rows(sample: rollouts.RolloutSample) -> rollouts.RolloutSample:
     if not half:
         return sample
     first = replace(sample, ids=sample.ids[:half], mask=sample.mask[:half], logprobs=sample.logprobs[:half])
-    return replace(sample, mask=(0.0,) * half + sample.mask[half:], extra_rows=(first,))
+    return replace(sample, mask=array("d", [0.0]) * half + array("d", sample.mask[half:]), extra_rows=(first,))
 
 
 @pytest.mark.parametrize("mean", ["token_mean", "seq_mean_token_mean"])

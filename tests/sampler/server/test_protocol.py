@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +42,20 @@ ROLLOUTS = [
 def transfer(rollouts: list[Rollout], requests: list[Request] = REQUESTS) -> list[Rollout]:
     """Encode them on one side and decode them on the other."""
     return decode_rollouts(*decode(b"\n\n" + encode_rollouts(rollouts, {})), requests, 1, LIMITS)
+
+
+def test_numbers_are_sent_between_ranks_as_bytes_and_equal_ones_once() -> None:
+    size, values = 4096, [-1 / (1 + at) for at in range(4096)]
+    both = Rollout(list(range(size)), values, values, 0, "stop")
+    sent = pickle.dumps(both)
+    assert pickle.loads(sent) == both and len(sent) < 2 * 8 * size + 500
+    assert len(pickle.dumps(Rollout(both.ids, values, [2 * one for one in values], 0, "stop"))) > 3 * 8 * size
+
+
+@pytest.mark.parametrize("wrong", [{"ids": (1.5,)}, {"ids": ("a",)}, {"logprobs": (None,)}])
+def test_a_rollout_has_numbers(wrong: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        Rollout(**{"ids": (1,), "logprobs": (-1.0,), "raw_logprobs": None, "version": 0, "finish": "stop"} | wrong)
 
 
 def test_rollouts_come_back_as_they_were() -> None:

@@ -48,7 +48,7 @@ def test_answers_are_drawn_and_reported_as_the_policy_would(pair: tuple[CausalLM
     asked = requests(raw=True)
     got = sampler.sample(asked)
     assert gap(policy, asked, got) < MEAN and score_gap(policy, sampler) < MEAN
-    assert {one.version for one in got} == {7} and len({one.ids for one in got}) > len(PROMPTS)
+    assert {one.version for one in got} == {7} and len({tuple(one.ids) for one in got}) > len(PROMPTS)
     assert all(one.raw_logprobs == one.logprobs for one in got)
     for request, one in zip(asked, got, strict=True):
         assert one.finish == ("stop" if one.ids[-1] == 258 else "length")
