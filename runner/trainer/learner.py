@@ -244,7 +244,7 @@ class LocalLearner:
         total = sum(done.total for done in ranks)
         if not math.isfinite(total):
             raise TrainingDiverged(
-                f"step {self._step + 1}: the loss is {total}; the update was skipped. Lower optimizer.lr, or check "
+                f"step {self._step + 1}: the loss is {total}; this update is not saved. Lower optimizer.lr, or check "
                 "the data of this step"
             )
         metrics = Metrics()
