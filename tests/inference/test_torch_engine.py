@@ -103,7 +103,7 @@ def test_sampled_tokens_and_logprobs_are_those_of_the_sampler() -> None:
     requests = [GenerationRequest(str(at), tuple(p), params[at]) for at, p in enumerate(prompts)]
     found = run(engine(model), requests)
     for at, rollout in enumerate(sampler.sample(asked)):
-        assert tuple(tokens(found[str(at)])) == rollout.ids and found[str(at)][-1].finish_reason == rollout.finish
+        assert tokens(found[str(at)]) == [*rollout.ids] and found[str(at)][-1].finish_reason == rollout.finish
         assert [e.logprob for e in found[str(at)]] == pytest.approx(rollout.logprobs, abs=1e-5)
         assert [e.raw_logprob for e in found[str(at)]] == pytest.approx(rollout.raw_logprobs, abs=1e-5)
 

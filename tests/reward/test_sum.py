@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,17 @@ def test_no_part_takes_the_name_of_another_number() -> None:
 def test_the_means_of_the_parts_are_metrics_and_survive_a_checkpoint() -> None:
     """Over the samples that the part could score, those included that the sum could not."""
     samples = [
-        RolloutSample((1,), (1.0,), (0.0,), "", "stop", 0, None if b is None else a + b, (), {"exact": a, "numeric": b})
+        RolloutSample(
+            array("q", [1]),
+            array("d", [1.0]),
+            array("d", [0.0]),
+            "",
+            "stop",
+            0,
+            None if b is None else a + b,
+            (),
+            {"exact": a, "numeric": b},
+        )
         for a, b in [(1.0, 0.5), (0.0, None), (1.0, 0.1)]
     ]
     experience = Experience(0, (Group(Prompt((1,), ""), tuple(samples[:2])), Group(Prompt((2,), ""), (samples[2],))), 1)
