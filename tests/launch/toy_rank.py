@@ -40,11 +40,24 @@ def misbehave(asked: str, link: HeartbeatWriter, place: RankInfo, folder: Path) 
         "waited": DeadlineExceeded(f"{place}, summing: another rank did not arrive"),
     }[asked]
     if asked == "waited":  # for ranks that do not respond, not for those that a busy machine has not started yet
-        while len(list(folder.glob("*.said"))) < place.size:
+        killed = [rank for rank, what in json.loads(os.environ["TOY"]).items() if what == "kill"]
+        while len(list(folder.glob("*.said"))) < place.size or any(runs(folder / f"{rank}.said") for rank in killed):
             time.sleep(STEP_S)
         time.sleep(0.3)
     link.report(ExitReport.from_error(error))
     return error.exit_code
+
+
+def runs(said: Path) -> bool:
+    """Whether the rank that wrote this still runs; a zombie does not."""
+    try:
+        pid = json.loads(said.read_text())["pid"]
+    except ValueError:
+        return True  # it is writing
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def lives(root: Path) -> int:

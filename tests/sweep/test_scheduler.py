@@ -176,10 +176,10 @@ def test_a_killed_sweep_loses_nothing(tmp_path: Path, sweep_process: Start) -> N
     names = ["good", "raises", "saves", "good", "good"]
     process = sweep_process("start", names, '{"parallel": 1}')
     until(lambda: list(tmp_path.glob("*/002/metrics.jsonl")))
+    folder = only_sweep(tmp_path)
+    until(lambda: toy.states(folder) == ["done", "failed", "running", "waiting", "waiting"])
     process.kill()
     process.wait()
-    folder = only_sweep(tmp_path)
-    assert toy.states(folder) == ["done", "failed", "running", "waiting", "waiting"]
     pid = int((folder.run(2).root / "starts").read_text())
     until(lambda: not alive(pid), "the job outlived its sweep")
     assert '"step": 9' in folder.run(2).metrics.read_text()  # it was told to save
@@ -193,9 +193,10 @@ def test_a_killed_sweep_loses_nothing(tmp_path: Path, sweep_process: Start) -> N
 def test_a_resume_waits_for_a_job_that_is_still_saving_then_kills_it(tmp_path: Path, sweep_process: Start) -> None:
     process = sweep_process("start", ["hangs", "good"], '{"parallel": 1}')
     until(lambda: list(tmp_path.glob("*/000/metrics.jsonl")))
+    folder = only_sweep(tmp_path)
+    until(lambda: "running" in toy.states(folder))  # recorded after the job has begun
     process.kill()
     process.wait()
-    folder = only_sweep(tmp_path)
     pid = int((folder.run(0).root / "starts").read_text())
     assert alive(pid)
     assert toy.resume(folder, ["good", "good"], grace_s=0.2) == 0
