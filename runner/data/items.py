@@ -274,7 +274,14 @@ def tokenized_example(record: Record) -> TokenizedExample:
 def rollout_prompt(ids: Sequence[int], facts: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """A prompt; its text is what the ids decode to, also where they were cut."""
     messages = facts["messages"]
-    return Prompt(tuple(ids), str(tokenizer.decode(without_media(ids))), messages and tuple(messages), facts["columns"])
+    text = _prompt_text(ids, messages is not None, tokenizer)
+    return Prompt(tuple(ids), text, messages and tuple(messages), facts["columns"])
+
+
+def _prompt_text(ids: Sequence[int], is_chat: bool, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What ids decode to; of plain text without the BOS that the tokenizer put before it."""
+    start = int(not is_chat and tokenizer.bos_token_id is not None and list(ids[:1]) == [tokenizer.bos_token_id])
+    return str(tokenizer.decode(without_media(ids[start:])))
 
 
 def eval_question(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:
@@ -300,7 +307,8 @@ def eval_question_of_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) 
     # A template writes other text around the messages; plain text decodes to itself, but for tokens such as BOS.
     asked = facts["messages"] or tokenizer.decode(without_media(prompt), skip_special_tokens=True)
     key = hashlib.sha256(json.dumps([asked, facts["columns"]], sort_keys=True).encode()).hexdigest()[:16]
-    return replace(found, messages=messages, columns=facts["columns"], key=key)
+    text = _prompt_text(prompt, messages is not None, tokenizer)
+    return replace(found, prompt=text, messages=messages, columns=facts["columns"], key=key)
 
 
 def _question(

@@ -144,11 +144,12 @@ class Completions(_Answer):
 
     async def chunks(self) -> AsyncGenerator[Json, None]:
         """The answer piece by piece."""
-        body = self.body
+        body, said = self.body, [0] * len(self.choices)  # characters of a choice's tokens, as text_offset counts them
         async for choice, piece, event in self.generate():
             one: Json = {"index": choice.index, "text": piece, "finish_reason": choice.finish, "logprobs": None}
             if body.logprobs is not None:
-                one["logprobs"] = self._logprobs([event], [], [])
+                one["logprobs"] = self._logprobs([event], [], [], said[choice.index])
+                said[choice.index] += len(one["logprobs"]["tokens"][0])
             if body.return_token_ids:
                 one["token_ids"] = [event.token_id]
                 if len(choice.events) == 1:
@@ -185,7 +186,9 @@ class Completions(_Answer):
         found = {**dict(top), prompt[at + 1]: scores[at].logprob}
         return {str(i): {"logprob": finite(v), "decoded_token": self.served.decode([i])} for i, v in found.items()}
 
-    def _logprobs(self, events: Sequence[TokenEvent], prompt: list[int], scores: Sequence[TokenScore]) -> Json:
+    def _logprobs(
+        self, events: Sequence[TokenEvent], prompt: list[int], scores: Sequence[TokenScore], offset: int = 0
+    ) -> Json:
         """The lists of tokens and log-probabilities; the first token of an echoed prompt has none."""
         served, body = self.served, self.body
         scores = scores if prompt else []
@@ -193,7 +196,7 @@ class Completions(_Answer):
         values = [*(score.logprob for score in scores), *(served.logprob(event) for event in events)]
         tops = [*(score.top_logprobs for score in scores), *(event.top_logprobs for event in events)]
         tokens = [served.token_text(i, body) for i in ids]
-        offsets, offset = [], 0
+        offsets = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)

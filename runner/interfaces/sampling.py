@@ -54,7 +54,7 @@ class LabeledCompletion:
 class Prompt:
     """A prompt of a rollout. `columns`: the row's other columns (JSON-able), which the reward receives.
 
-    messages: the conversation so far, if the row has one; text: what `ids` say.
+    messages: the conversation so far, if the row has one; text: what `ids` say, of plain text without BOS.
     """
 
     ids: tuple[int, ...]

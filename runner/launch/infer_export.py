@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -127,7 +128,7 @@ def combine_adapters(
     """Write a source's adapters as one, combined by peft; with `merge`, merged into the base.
 
     how: peft's combination type; weights: one per adapter; density: for ties and dare. Raises EnvironmentProblem if
-    peft cannot combine them.
+    peft cannot combine them, also where it leaves some of their tensors out without an error.
     """
     from runner.model.export import write_tokenizer  # it brings torch
 
@@ -136,6 +137,11 @@ def combine_adapters(
     module: Any = loaded.model.module
     active = names[0]
     if how is not None:
+        of_adapters = re.compile(rf"(?!.*lora_[AB]\.\w+\.weight$)(?!.*lora_embedding_).*\.({'|'.join(names)})(\.|$)")
+        if lost := next((name for name, _ in module.named_parameters() if of_adapters.match(name)), None):
+            text = f"an adapter has {lost} (dora, lora_bias, modules_to_save, trained tokens), which would be left out"
+            raise EnvironmentProblem(f"--combine {how}: {text}\n  merge each adapter into its base: --merge")
+        module.peft_config[active].use_rslora = False  # peft copies it, and would scale the combined one by it again
         options = {"density": density} if how.startswith(("ties", "dare")) else {}
         try:
             module.add_weighted_adapter(names, list(weights), "combined", combination_type=how, **options)

@@ -82,7 +82,12 @@ def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
             f"  copy its tokenizer into the folder, or in a job type {option}=FOLDER"
         )
     with translate_errors(path, key):
-        made = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
+        made = AutoTokenizer.from_pretrained(
+            path,
+            revision=revision,
+            trust_remote_code=config.trust_remote_code,
+            clean_up_tokenization_spaces=False,  # which would turn the text "a , b != c" into "a, b!= c"
+        )
     if not made.chat_template and (file := Path(path) / "chat_template.json").is_file():  # an older form of processors
         made.chat_template = read_json(file).get("chat_template")
     return made

@@ -259,6 +259,14 @@ def test_max_length_bounds_a_prompt_and_its_text_is_what_is_left(tokenizer: Any,
     assert found.held_out_questions()[0].answer == "a long answer"
 
 
+def test_what_a_reward_sees_of_plain_text_is_that_of_the_data(tmp_path: Path, jsonl: Jsonl) -> None:
+    path, tokenizer = jsonl([{"prompt": "once", "answer": "upon"}]), byte_tokenizer(bos=True)
+    found = data(tokenizer, tmp_path, "prompts", path=path, eval_path=path)
+    [item], [question] = found.take(0, 1), found.held_out_questions()
+    assert item.ids[0] == question.prompt_ids[0] == tokenizer.bos_token_id
+    assert item.as_argument() == question.prompt == "once"
+
+
 def test_pairs_that_are_the_same_are_left_out_and_said(
     tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions
 ) -> None:

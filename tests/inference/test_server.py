@@ -125,6 +125,15 @@ def test_echo_scores_the_prompt(client: openai.OpenAI) -> None:
     assert values == pytest.approx(choice.logprobs.token_logprobs[1:], abs=1e-5)
 
 
+def test_offsets_in_a_stream_are_those_of_the_whole_answer(client: openai.OpenAI) -> None:
+    settings: dict[str, Any] = {"model": "scripted", "prompt": "ab", "max_tokens": 9, "n": 2, "seed": 5, "logprobs": 0}
+    whole = [choice.logprobs.text_offset for choice in client.completions.create(**settings).choices]
+    found: list[list[int]] = [[], []]
+    for chunk in client.completions.create(**settings, stream=True):
+        found[chunk.choices[0].index] += chunk.choices[0].logprobs.text_offset
+    assert found == whole and max(map(max, whole)) > 1
+
+
 def test_a_stop_string_is_cut_from_the_text_alone(client: openai.OpenAI) -> None:
     settings: dict[str, Any] = {"model": "scripted", "prompt": [65] * SCRIPTS, "temperature": 0, "max_tokens": 200}
     whole = client.completions.create(**settings).choices[0]

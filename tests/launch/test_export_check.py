@@ -137,6 +137,26 @@ def test_adapters_are_combined_and_merged_as_peft_does(folders: Path, tmp_path: 
     assert main(["export", base, "device=cpu"]) == 2 and "is already a full model" in capsys.readouterr().err
 
 
+def test_combined_adapters_keep_the_scale_of_rslora_and_lose_no_tensor(
+    folders: Path, tmp_path: Path, capsys: Any
+) -> None:
+    write_adapter(tmp_path / "rslora", folders / "base", use_rslora=True)
+    words = ["export", str(folders / "base"), "--adapter", str(tmp_path / "rslora"), "--adapter", str(folders / "b")]
+    words += ["device=cpu", "--combine", "linear"]
+    assert main([*words, "--weights", "1,0", "--out", str(tmp_path / "one")]) == 0
+    settings = json.loads((tmp_path / "one" / "adapter_config.json").read_text())
+    assert not settings["use_rslora"]
+    one, given = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "rslora"))
+    for name in [name for name in given if name.endswith("lora_A.weight")]:
+        product = one[name.replace("lora_A", "lora_B")] @ one[name] * settings["lora_alpha"] / settings["r"]
+        torch.testing.assert_close(product, given[name.replace("lora_A", "lora_B")] @ given[name] * 4 / 2**0.5)
+    for options in ({"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [1, 2]}):
+        write_adapter(tmp_path / "more", folders / "base", **options)
+        assert main([*words, "--adapter", str(tmp_path / "more"), "--out", str(tmp_path / "x")]) == 2
+        assert "which would be left out" in capsys.readouterr().err and not (tmp_path / "x").exists()
+        shutil.rmtree(tmp_path / "more")
+
+
 def test_a_hub_that_cannot_be_reached_leaves_the_export(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

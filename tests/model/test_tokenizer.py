@@ -6,8 +6,12 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from runner.core.completion_text import completion_text
+from runner.model import hf
+from runner.model.config import HfConfig
 from runner.model.tiny import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(512)
@@ -60,3 +64,17 @@ def test_it_survives_a_folder(tmp_path: Path) -> None:
     assert again.encode(text) == TOKENIZER.encode(text) and again.decode(again.encode(text)) == text
     assert again.apply_chat_template(CHAT) == TOKENIZER.apply_chat_template(CHAT)
     assert (again.pad_token_id, again.eos_token_id, again.padding_side) == (256, 258, "left")
+
+
+def test_a_folder_whose_tokenizer_cleans_blanks_up_gives_the_text_as_the_model_wrote_it(tmp_path: Path) -> None:
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((piece, -3.0) for piece in "▁abdfint,.!='")]
+    core = Tokenizer(models.Unigram(pieces, unk_id=0))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    given = {"unk_token": "<unk>", "eos_token": "</s>", "clean_up_tokenization_spaces": True}
+    PreTrainedTokenizerFast(tokenizer_object=core, **given).save_pretrained(tmp_path)
+    text = "if a != b , did n't ."
+    for folder in (tmp_path, tmp_path / "export"):
+        tokenizer = hf.tokenizer(HfConfig(path="unused", tokenizer=str(folder)))
+        assert completion_text(tokenizer, tokenizer(text)["input_ids"]) == text
+        tokenizer.save_pretrained(tmp_path / "export")
+    assert not AutoTokenizer.from_pretrained(tmp_path / "export").clean_up_tokenization_spaces
