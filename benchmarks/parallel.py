@@ -96,7 +96,7 @@ def learner(spec: JobSpec, world: ParallelContext) -> LocalLearner:
     model = build_model(spec, build_tokenizer(spec, decide), world.device, decide, world=world)
     if world.place.size == 1 and world.groups is not None:  # an only rank, whose model is built as that of one process
         world.shard(model, decide)
-    return build_learner(spec, "policy", model, world.device, world, decide)
+    return build_learner(spec, "policy", model, world, decide)
 
 
 def one_step(subject: LocalLearner, step: int) -> float:

@@ -224,14 +224,7 @@ def device_op_installer(device: Device, decide: Decisions, kernels: str | None =
 
 
 def build_frozen_model(
-    spec: JobSpec,
-    role: str,
-    wanted: FrozenModelSpec,
-    policy: GenerativeModel,
-    tokenizer: Any,
-    device: Device,
-    world: ParallelContext,
-    decide: Decisions,
+    spec: JobSpec, role: str, policy: GenerativeModel, world: ParallelContext, decide: Decisions
 ) -> FrozenModel:
     """Build a model that is not trained: the reference or a teacher.
 
@@ -239,10 +232,11 @@ def build_frozen_model(
     so that both say the same before the first step (of an adapter that it came with, the adapter alone). A teacher, or
     a reference with a path, is another model.
     """
+    wanted = spec.algorithm.frozen_models()[role]
     if wanted.mode == "cached":
         from runner.build.precompute_reference import build_cached_reference
 
-        return build_cached_reference(spec, policy, device, world.peers, world.world_peers, decide, cache_folder())
+        return build_cached_reference(spec, policy, world, decide, cache_folder())
     from runner.trainer.reference_model import FrozenModel, frozen_copy_of_adapter
 
     continues = policy.weights_source.adapter is not None and not spec.adapter.trains_base
@@ -253,18 +247,18 @@ def build_frozen_model(
     model: TrainableModel = policy
     during: Callable[[], AbstractContextManager[Any]] = nullcontext
     if wanted.path is not None:
-        model = build_other_model(spec, role, wanted, tokenizer, device, world, decide)
+        model = build_other_model(spec, role, wanted, policy.tokenizer, world, decide)
         _check_equal_layouts(model, policy, world, role)
     elif way == "adapter":
         during = policy.adapter_disabled
     elif continues and not spec.parallelism.deepspeed:
         during = frozen_copy_of_adapter(policy)
     else:
-        model = build_model(spec, tokenizer, device, decide, world=world, trains=False)
+        model = build_model(spec, policy.tokenizer, world.device, decide, world=world, trains=False)
         model.module.requires_grad_(False)
     budget = spec.algorithm.micro_batch_budget
     options: dict[str, Any] = {"peers": world.peers, "stage": model.stage}
-    return FrozenModel(model, budget=budget, device=device.torch_device, during=during, **options)
+    return FrozenModel(model, budget=budget, device=world.device.torch_device, during=during, **options)
 
 
 def _other(way: str) -> str:
@@ -280,13 +274,7 @@ def _check_equal_layouts(model: TrainableModel, policy: GenerativeModel, world: 
 
 
 def build_other_model(
-    spec: JobSpec,
-    role: str,
-    wanted: FrozenModelSpec,
-    tokenizer: Any,
-    device: Device,
-    world: ParallelContext,
-    decide: Decisions,
+    spec: JobSpec, role: str, wanted: FrozenModelSpec, tokenizer: Any, world: ParallelContext, decide: Decisions
 ) -> Any:
     """Another model than the job's, with the same tokenizer."""
     build = resolve("runner.model.teacher:build")
@@ -295,7 +283,7 @@ def build_other_model(
     options |= {"dtype": wanted.dtype, "admit": world.check_divisible}
 
     make = partial(build, wanted.path, wanted.revision, spec.model, **options)
-    return _place_model(lambda where, fit: make(device=where, fit=fit), world, device, decide, spec.model.kernels)
+    return _place_model(lambda where, fit: make(device=where, fit=fit), world, world.device, decide, spec.model.kernels)
 
 
 def longest_row(spec: JobSpec) -> int:
@@ -334,14 +322,11 @@ class Models:
         return {**self.learners, **self.frozen}
 
 
-def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: ParallelContext, decide: Decisions) -> Models:
+def build_models(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisions) -> Models:
     """Build them: all that learn before the first learner, which may shard its own."""
     heads = spec.algorithm.trained_models()
-    made = {role: build_model(spec, tokenizer, device, decide, head, world) for role, head in heads.items()}
-    learners = {role: build_learner(spec, role, model, device, world, decide) for role, model in made.items()}
+    made = {role: build_model(spec, tokenizer, world.device, decide, head, world) for role, head in heads.items()}
+    learners = {role: build_learner(spec, role, model, world, decide) for role, model in made.items()}
     model = next(iter(made.values()))
-    frozen = {
-        role: build_frozen_model(spec, role, one, model, tokenizer, device, world, decide)
-        for role, one in spec.algorithm.frozen_models().items()
-    }
+    frozen = {role: build_frozen_model(spec, role, model, world, decide) for role in spec.algorithm.frozen_models()}
     return Models(learners, frozen, model, {role: one.flops for role, one in made.items()})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from runner.algorithm.episode import AnswerSampler
 from runner.algorithm.rollouts import RolloutCollector
 from runner.algorithm.sft import CrossEntropy
+from runner.build.components import Models
 from runner.build.data import build_data
 from runner.build.environments import EnvironmentBuilder, build_extend
 from runner.build.rewards import MakeReward, refuse_missing_columns
@@ -22,11 +23,9 @@ from runner.interfaces import (
     EvalQuestion,
     ExtendConversation,
     GenerativeModel,
-    Model,
     Prompt,
     Reward,
     TokenizedExample,
-    TrainableModel,
     as_generative,
 )
 from runner.parallelism.parallel_context import ParallelContext
@@ -47,7 +46,6 @@ from runner.trainer.evaluator import (
     question_loss,
     score_items,
 )
-from runner.trainer.learner import LocalLearner
 from runner.trainer.reference_model import FrozenModel
 
 Evaluation = Callable[[int], Report]  # after a number of steps
@@ -65,10 +63,8 @@ def has_cross_entropy_alone(algorithm: LearnsFromItems) -> bool:
 def build_evaluation(
     spec: JobSpec,
     data: Data,
-    learner: LocalLearner,
-    model: TrainableModel,
+    models: Models,
     algorithm: Algorithm,
-    models: Mapping[str, Model],
     world: ParallelContext,
     environments: Environments | None,
     decide: Decisions,
@@ -85,12 +81,14 @@ def build_evaluation(
     given = items or [question.item for question in questions]
     if given and isinstance(algorithm, LearnsFromItems) and not has_cross_entropy_alone(algorithm):
         shown = spec.evaluation.logged_samples if items else 0  # questions are shown with their answers
-        held_out = HeldOutLoss(algorithm, given, spec.algorithm.batch_size, shown, model.tokenizer)
-        known = {role: MemoizedModel(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
+        held_out = HeldOutLoss(algorithm, given, spec.algorithm.batch_size, shown, models.model.tokenizer)
+        known = {
+            role: MemoizedModel(one) if isinstance(one, FrozenModel) else one for role, one in models.by_role.items()
+        }
         own.append(lambda step: held_out.evaluate(known))
-    policy = as_generative(model)
-    builder = builder or EnvironmentBuilder(model.tokenizer, decide, None)
-    parts = (world, decide, make_reward, builder, environments, extend, partial(score_items, learner))
+    policy = as_generative(models.model)
+    builder = builder or EnvironmentBuilder(models.model.tokenizer, decide, None)
+    parts = (world, decide, make_reward, builder, environments, extend, partial(score_items, models.main))
     answers = None if policy is None else AnswerParts(spec, policy, *parts)
     if questions and answers is not None:
         own += _own_answers(spec, questions, answers)

@@ -196,13 +196,13 @@ def build(
     builder = EnvironmentBuilder(tokenizer, decide, folder.root)
     environments = builder.build(spec, world.rollout_peers, folder.journal)
     extend = build_extend(spec, tokenizer, environments, decide)
-    rewards = RewardBuilder(tokenizer, device, world, decide, folder)
+    rewards = RewardBuilder(tokenizer, world, decide, folder)
     build_reward = partial(rewards.build_for_training, spec, data)
     reward = None if spec.reward.runs_model else build_reward()  # tried before the model is loaded
-    models = build_models(spec, tokenizer, device, world, decide)
+    models = build_models(spec, tokenizer, world, decide)
     hook_routers(spec, model := models.model, decide)
     reward = build_reward() if spec.reward.runs_model else reward
-    sampler = _sampler(spec, model, tokenizer, device, world, decide, folder, store)
+    sampler = _sampler(spec, model, world, decide, folder, store)
     parts = AlgorithmInputs(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen, extend)
     algorithm = default_registry().factory(spec.algorithm)(spec.algorithm, parts)
     _precompute_references(spec, models, algorithm, data, decide, outlets.say)
@@ -283,8 +283,7 @@ def _build_evaluation(
         return None
     from runner.build.evaluation import build_evaluation
 
-    main, model, roles = models.main, models.model, models.by_role
-    return build_evaluation(spec, data, main, model, algorithm, roles, world, *here)
+    return build_evaluation(spec, data, models, algorithm, world, *here)
 
 
 def resolve_epochs(spec: JobSpec, items: int, decide: Decisions) -> JobSpec:

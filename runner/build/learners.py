@@ -8,7 +8,7 @@ from functools import partial
 from runner.build.result_check import build_component
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
-from runner.interfaces import Device, RankCollectives, TrainableModel
+from runner.interfaces import RankCollectives, TrainableModel
 from runner.optimizer.config import OptimizerConfig
 from runner.parallelism.parallel_context import ParallelContext
 from runner.spec.job import JobSpec
@@ -17,7 +17,7 @@ from runner.trainer.learner import LocalLearner
 
 
 def build_learner(
-    spec: JobSpec, role: str, model: TrainableModel, device: Device, world: ParallelContext, decide: Decisions
+    spec: JobSpec, role: str, model: TrainableModel, world: ParallelContext, decide: Decisions
 ) -> LocalLearner:
     """The learner over the model's trainable parameters."""
     if spec.schedule.warmup_steps >= spec.steps:
@@ -40,7 +40,7 @@ def build_learner(
         factor=default_registry().factory(spec.schedule)(spec.schedule, steps=spec.steps),
         budget=spec.algorithm.micro_batch_budget,
         seed=spec.seed,
-        device=device.torch_device,
+        device=world.device.torch_device,
         prefix="train" if role == next(iter(spec.algorithm.trained_models())) else role,
         peers=world.peers,
         gradients=world.gradient_reducer(model),

@@ -22,7 +22,8 @@ from runner import __version__
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.distributed.work_partition import run_on_rank0
-from runner.interfaces import Data, Device, Experience, GenerativeModel, Model, RankCollectives
+from runner.interfaces import Data, Device, Experience, GenerativeModel, Model
+from runner.parallelism.parallel_context import ParallelContext
 from runner.spec.job import JobSpec
 from runner.tracker.text import count_noun
 from runner.trainer.evaluator import even_batches
@@ -48,32 +49,26 @@ class SupportsPrecompute(Protocol):
 
 
 def build_cached_reference(
-    spec: JobSpec,
-    policy: GenerativeModel,
-    device: Device,
-    peers: RankCollectives,
-    everyone: RankCollectives,
-    decide: Decisions,
-    cache: Path,
+    spec: JobSpec, policy: GenerativeModel, world: ParallelContext, decide: Decisions, cache: Path
 ) -> PrecomputedReference:
     """The reference over the kept log-probabilities of this model, in a folder below `cache`."""
 
     def identify_weights() -> tuple[dict[str, str], str]:
         origin = policy.weights_source.identity(weights=True)
-        return origin, _cache_key(spec, policy, origin, device)
+        return origin, _cache_key(spec, policy, origin, world.device)
 
-    origin, key = run_on_rank0(everyone, identify_weights)  # who has read the weights
+    origin, key = run_on_rank0(world.world_peers, identify_weights)  # who has read the weights
     report_damage = partial(decide.record_fact, "algorithm.reference", "computed again")
     kept = LogprobCache(cache / "reference" / key, report_damage)
     return PrecomputedReference(
         policy,
         kept,
         origin,
-        everyone,
+        world.world_peers,
         budget=spec.algorithm.micro_batch_budget,
-        device=device.torch_device,
+        device=world.device.torch_device,
         during=policy.adapter_disabled if policy.weights_source.adapter is None else nullcontext,
-        peers=peers,
+        peers=world.peers,
         stage=policy.stage,
     )
 

@@ -11,7 +11,7 @@ from runner.build.components import device_op_installer
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
 from runner.distributed.work_partition import run_on_rank0
-from runner.interfaces import Data, Device, Prompt, RankCollectives, Reward
+from runner.interfaces import Data, Prompt, RankCollectives, Reward
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
@@ -62,7 +62,6 @@ class RewardBuilder:
     """Builds rewards with what they share; user code keeps its log in the run's folder."""
 
     tokenizer: Any
-    device: Device
     world: ParallelContext
     decide: Decisions
     folder: RunFolder
@@ -81,13 +80,13 @@ class RewardBuilder:
         """The reward for the thread that has `peers`, tried on the prompts, if any; option: that names it."""
         reward: Reward | None = default_registry().factory(spec.reward)(
             spec.reward,
-            device=self.device.torch_device,
+            device=self.world.device.torch_device,
             tokenizer=self.tokenizer,
             seed=spec.seed,
             steps=spec.steps,
             decide=self.decide,
             folder=self.folder.root,
-            fit=device_op_installer(self.device, self.decide),
+            fit=device_op_installer(self.world.device, self.decide),
             make_encoder=partial(_conversation_encoder, date=spec.chat.date),
         )
         if reward is None:

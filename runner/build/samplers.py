@@ -48,8 +48,6 @@ from runner.weight_sync.weight_store import WeightStore
 def build_sampler(
     spec: JobSpec,
     policy: GenerativeModel,
-    tokenizer: Any,
-    device: Device,
     world: ParallelContext,
     decide: Decisions,
     folder: RunFolder,
@@ -59,7 +57,7 @@ def build_sampler(
 
     Programs call at moments of their own, so that the batches that their calls are sampled in do not repeat.
     """
-    peers = world.rollout_peers
+    peers, tokenizer = world.rollout_peers, policy.tokenizer
     if spec.launch.samplers:
         sampler: Sampler = Rank0Sampler(lambda: _sampler_pool(spec, policy, folder), peers)
     elif spec.sampler.served:
@@ -69,7 +67,7 @@ def build_sampler(
     else:
         head = _policy_head(spec)
         ahead = spec.algorithm.steps_ahead() > 0
-        model = build_model(spec, tokenizer, device, decide, head, world.as_ddp()) if ahead else policy
+        model = build_model(spec, tokenizer, world.device, decide, head, world.as_ddp()) if ahead else policy
         own = make_local_sampler(spec, model, decide, folder)
         sampler = PartitionedSampler(own, peers, partial(world.summon_full_params, model), tokenizer)
     _report_episode_limit(spec, sampler, decide)

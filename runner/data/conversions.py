@@ -33,18 +33,9 @@ from runner.data.readers import Row
 
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "observation": "tool",
-    "tool_response": "tool",
-    "tool": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "tool_response", "tool"), "tool"),
 }
 CALLS = ("function_call", "tool_call")  # speakers whose text is JSON: the calls of an assistant turn
 SWIFT_ROLES = ("tool_call", "tool_response")  # of ms-swift's messages

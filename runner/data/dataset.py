@@ -276,20 +276,12 @@ class TokenizedData:
 
     def held_out_questions(self) -> Sequence[EvalQuestion]:
         """The first held-out rows in file order, as many as are used; empty if there are no prompts."""
-        return self._questions
-
-    def held_out_items(self) -> Sequence[Any]:
-        """The first held-out pairs or judged answers, as many as are used; empty for the other kinds."""
-        return self._held_out_items
-
-    @cached_property
-    def _questions(self) -> tuple[EvalQuestion, ...]:
         make = QUESTIONS.get(self.kind)
         records = self.evaluation.records() if make and self.evaluation else ()
         return tuple(make(record, self.tokenizer) for record in records) if make else ()
 
-    @cached_property
-    def _held_out_items(self) -> tuple[Any, ...]:
+    def held_out_items(self) -> Sequence[Any]:
+        """The first held-out pairs or judged answers, as many as are used; empty for the other kinds."""
         if self.kind in QUESTIONS or not self.evaluation:
             return ()
         return tuple(rows_of_tables(self.kind, self.evaluation.tables, self.evaluation.spots(), self.tokenizer))

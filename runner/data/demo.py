@@ -25,7 +25,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -258,17 +257,13 @@ class DemoData:
 
     def held_out_questions(self) -> Sequence[EvalQuestion]:
         """All held-out rows as questions, whatever the kind, for every policy."""
-        return self._questions
+        kind: ItemKind = "sft" if self.kind == "sft" else "prompts"
+        rows = self._encode(range(self.config.held_out), held_out_reading(kind))
+        return tuple(QUESTIONS[kind](row.record(), self.tokenizer.tokenizer) for row in rows)
 
     def held_out_items(self) -> Sequence[Any]:
         """Every held-out pair or judged answer; empty for the other kinds."""
         return () if self.kind in QUESTIONS else self._items(range(self.config.held_out))
-
-    @cached_property
-    def _questions(self) -> tuple[EvalQuestion, ...]:
-        kind: ItemKind = "sft" if self.kind == "sft" else "prompts"
-        rows = self._encode(range(self.config.held_out), held_out_reading(kind))
-        return tuple(QUESTIONS[kind](row.record(), self.tokenizer.tokenizer) for row in rows)
 
     def _items(self, indices: Sequence[int]) -> list[Any]:
         return list(map(self._item, self._rows(indices)))

@@ -159,7 +159,7 @@ def _evaluate_set(
     decide, progress = Decisions(spec.strict), AnswerProgress(f"{source.text} {one.name}")
     device = build_device(spec, decide)
     world = default_registry().factory(spec.parallelism)(spec.parallelism, device=device, place=RankInfo())
-    builder = RewardBuilder(loaded.tokenizer, device, world, decide, RunFolder(journal.path.parent))
+    builder = RewardBuilder(loaded.tokenizer, world, decide, RunFolder(journal.path.parent))
     rewards = EvaluationRewards(spec, builder, None)
 
     def make_sampler(options: Any) -> ShorteningSampler:

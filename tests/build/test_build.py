@@ -133,7 +133,7 @@ def test_what_is_compared_is_learnt_without_the_models_own_dropout_unless_it_is_
 ) -> None:
     spec, decide = compose_job(["model=tiny", "data=demo", *f"algorithm={words}".split()]).spec, Decisions(strict=True)
     model = causal("gpt2", attn_pdrop=0.1)
-    subject = build_learner(spec, "policy", model, build_device(spec, decide), alone(), decide)
+    subject = build_learner(spec, "policy", model, alone(), decide)
     with torch.enable_grad():
         one, two = (subject.model.outputs(batch(), LOGPROBS)["logprobs"] for _ in range(2))
     assert torch.equal(one, two) != noisy
@@ -155,7 +155,7 @@ def test_the_default_learning_rate_is_the_adapters_and_is_reported(
 ) -> None:
     job = ["model=tiny", "data=demo", "algorithm=sft", "schedule=constant", "schedule.warmup_steps=0", *words.split()]
     spec, decide = compose_job(job).spec, Decisions(strict=True)
-    learner = build_learner(spec, "policy", causal("qwen2"), build_device(spec, decide), alone(), decide)
+    learner = build_learner(spec, "policy", causal("qwen2"), alone(), decide)
     learner.begin_step(0)
     assert {group["lr"] for group in learner.optimizer.param_groups} == {lr}
     assert [str(d) for d in decide.entries if d.feature == "optimizer.lr"] == said
@@ -165,7 +165,7 @@ def test_dropout_that_nothing_has_cannot_be_kept(workdir: Path) -> None:
     words = ["model=tiny", "data=demo", "algorithm=dpo", "algorithm.dropout=true"]
     spec, decide = compose_job(words).spec, Decisions(strict=True)
     with pytest.raises(SpecError, match=r"algorithm\.dropout: GPT2LMHeadModel has no dropout, and"):
-        build_learner(spec, "policy", causal("gpt2"), build_device(spec, decide), alone(), decide)
+        build_learner(spec, "policy", causal("gpt2"), alone(), decide)
 
 
 def test_a_critic_that_the_model_cannot_share_is_refused_with_the_way_out(workdir: Path) -> None:
@@ -256,8 +256,7 @@ def test_a_reference_with_a_path_is_that_model(workdir: Path) -> None:
         if not Path("mine").exists():
             policy.inner.save_pretrained("mine")
             tokenizer.save_pretrained("mine")
-        wanted = spec.algorithm.frozen_models()["reference"]
-        model = components.build_frozen_model(spec, "reference", wanted, policy, tokenizer, device, alone(), decide)
+        model = components.build_frozen_model(spec, "reference", policy, alone(), decide)
         return model.forward(batch(), LOGPROBS)["logprobs"]
 
     own = reference("algorithm.reference=copy")

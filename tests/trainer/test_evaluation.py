@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.build.components import build_tokenizer
+from runner.build.components import Models, build_tokenizer
 from runner.build.data import build_data
 from runner.build.environments import build_extend
 from runner.build.evaluation import build_evaluation
@@ -80,7 +80,8 @@ def evaluation(
     algorithm: Any = None  # nothing is trained
     data = build_data(spec, tokenizer, decide)
     extend = build_extend(spec, tokenizer, environments, decide)
-    made = build_evaluation(spec, data, learner(), model, algorithm, {}, alone(), environments, decide, extend)
+    models = Models({"policy": learner()}, {}, model, {})
+    made = build_evaluation(spec, data, models, algorithm, alone(), environments, decide, extend)
     assert made is not None
     return made
 

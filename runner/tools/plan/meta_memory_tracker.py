@@ -21,18 +21,18 @@ from runner.core import torch_compat
 
 
 class _KeepInputs(torch.autograd.Function):
-    """Returns an empty output of `shape` and keeps its inputs and `more` float32 numbers for backward."""
+    """Returns an empty output of `shape`, and keeps inputs, `more` float32 numbers and, if asked, the output."""
 
     @staticmethod
-    def forward(ctx: Any, shape: Sequence[int], more: int, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs, inputs[0].new_empty(more, dtype=torch.float32))
-        return inputs[0].new_empty(shape)
+    def forward(ctx: Any, shape: Sequence[int], more: int, keeps_output: bool, *inputs: Tensor) -> Tensor:
+        out = inputs[0].new_empty(shape)
+        ctx.save_for_backward(*inputs, inputs[0].new_empty(more, dtype=torch.float32), *[out] * keeps_output)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors[:-1]
-        needed = zip(inputs, ctx.needs_input_grad[2:], strict=True)
-        return (None, None, *(torch.empty_like(one) if wanted else None for one, wanted in needed))
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[3:], strict=False)
+        return (None, None, None, *(torch.empty_like(one) if wanted else None for one, wanted in needed))
 
 
 _kept: Callable[..., Tensor] = _KeepInputs.apply
@@ -44,15 +44,15 @@ class MetaOperators:
     def npu_rms_norm(self, x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """Keeps x, gamma and a float32 per row."""
         rows = x.shape[:-1].numel()
-        return _kept(x.shape, rows, x, gamma), x.new_empty(rows)
+        return _kept(x.shape, rows, False, x, gamma), x.new_empty(rows)
 
     def npu_rotary_mul(self, x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str) -> Tensor:
         """Keeps all of its inputs."""
-        return _kept(x.shape, 0, x, cos, sin)
+        return _kept(x.shape, 0, False, x, cos, sin)
 
     def npu_swiglu(self, x: Tensor, dim: int) -> Tensor:
         """Keeps gate and up, side by side."""
-        return _kept((*x.shape[:-1], x.shape[-1] // 2), 0, x)
+        return _kept((*x.shape[:-1], x.shape[-1] // 2), 0, False, x)
 
     def npu_grouped_matmul(self, x: Sequence[Tensor], weight: Sequence[Tensor], **options: Any) -> Sequence[Tensor]:
         """[S, K] times [E, K, N] → [S, N], or, grouped along the sum, [K, S] times [S, N] → [E, K, N]."""
@@ -72,25 +72,9 @@ def grouped_product(left: Tensor, right: Tensor, offs: Tensor, *_: Any) -> Tenso
 MEANINGS: dict[Any, Callable[..., Tensor]] = dict.fromkeys(torch_compat.aten_operators("_grouped_mm"), grouped_product)
 
 
-class _FusedAttention(torch.autograd.Function):
-    """Keeps what fused attention keeps: its inputs, its output, and a float32 per query and head."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:2], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, dtype: torch.dtype, **_: Any) -> Tensor:
-    """A `VarlenAttention` in `dtype`."""
-    fused: Callable[..., Tensor] = _FusedAttention.apply
-    return fused(query.to(dtype), key.to(dtype), value.to(dtype))
+    """A `VarlenAttention` in `dtype`, which keeps its inputs, its output, and a float32 per query and head."""
+    return _kept(query.shape, query.shape[:2].numel(), True, query.to(dtype), key.to(dtype), value.to(dtype))
 
 
 BLOCK = 512  # bytes: the granularity of the allocators of CUDA and NPU

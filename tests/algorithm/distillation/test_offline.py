@@ -13,7 +13,7 @@ from torch import Tensor
 from runner.algorithm.config import DistillConfig
 from runner.algorithm.distillation import build, common_vocab_logits
 from runner.algorithm.sft import PackedAlgorithm
-from runner.build.components import build_tokenizer
+from runner.build.components import Models, build_tokenizer
 from runner.build.data import build_data
 from runner.build.evaluation import build_evaluation
 from runner.cli.job_builder import compose_job
@@ -289,11 +289,11 @@ def test_held_out_answers_have_a_divergence_beside_the_numbers_of_every_policy(w
     algorithm: Any = build(
         config, AlgorithmInputs(data, student.tokenizer, 0, silent, frozen_models={"teacher": teacher})
     )
-    models = {"policy": subject, "teacher": teacher}
-    evaluate = build_evaluation(spec, data, subject, student, algorithm, models, alone(), None, Decisions())
+    models = Models({"policy": subject}, {"teacher": teacher}, student, {})
+    evaluate = build_evaluation(spec, data, models, algorithm, alone(), None, Decisions())
     assert evaluate is not None
     report = evaluate()
-    [batch] = algorithm.prepare(algorithm.experience([q.item for q in data.held_out_questions()]), models)
+    [batch] = algorithm.prepare(algorithm.experience([q.item for q in data.held_out_questions()]), models.by_role)
     wanted, _ = subject.forward_backward(batch, algorithm.losses["policy"])
     for name in ("divergence", "nll"):
         assert report.values[f"eval/{name}"] == pytest.approx(wanted.result()[f"distill/{name}"], rel=1e-5)
