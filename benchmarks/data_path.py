@@ -108,7 +108,7 @@ class OtherRanks:
         random, self.tokenizer = np.random.default_rng(0), tokenizer
         self.max_new_tokens, self.answers = longest, list[Rollout]()
         for length in random.integers(64, longest + 1, count).tolist():
-            logprobs, ids = random.standard_normal(length), (97,) * length
+            logprobs, ids = random.standard_normal(length), random.integers(0, 256, length).tolist()
             self.answers.append(Rollout(ids, logprobs, logprobs, 0, "stop", text=completion_text(tokenizer, ids)))
         self.own, self.sent = self.answers[: len(self.answers) // ranks], pickle.dumps(self.answers)
 

@@ -230,7 +230,10 @@ def make_group(
 ) -> Group:
     """The samples of one prompt: the beginning that the episodes share; the rest of theirs is context."""
     prompts = [row.prompt for one in episodes for row in (one, *one.extra_rows) if row.ids] or [episodes[0].prompt]
-    shared = sum(1 for _ in takewhile(lambda ids: len({*ids}) == 1, zip(*(p.ids for p in prompts), strict=False)))
+    if all(one is prompts[0] for one in prompts):
+        shared = len(prompts[0].ids)
+    else:
+        shared = sum(1 for _ in takewhile(lambda ids: len({*ids}) == 1, zip(*(p.ids for p in prompts), strict=False)))
     prompt = prompts[0] if shared == len(prompts[0].ids) else replace(prompts[0], ids=prompts[0].ids[:shared])
     return Group(prompt, tuple(to_sample(*one, shared) for one in zip(episodes, rewards, parts, strict=True)))
 

@@ -43,7 +43,7 @@ class AnswerJournal:
                 row = json.loads(line)
                 ids, finish = [*map(int, row["ids"])], str(row["finish"])
                 yield str(row["key"]), Rollout(ids, (math.nan,) * len(ids), None, 0, finish)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError):
                 print(f"{self.path}: line {number} is damaged; its question is repeated", file=sys.stderr)
 
     def find(self, key: str) -> Rollout | None:

@@ -139,7 +139,8 @@ class Rollout:
     versions: of the weights that drew each token, by a sampler that loads newer ones meanwhile; else empty
     experts: int16 [L, M, k], the k experts of the M layers that have some, for each of the L tokens that were computed:
     the prompt and all new ones but the last; None where the sampler does not return them
-    text: of the ids, see `completion_text`, where the rank that sampled it made it for all
+    text: of the ids (see `completion_text`), decoded by the rank that sampled it; None = not decoded, as after a change
+    of ids
     """
 
     ids: Sequence[int]
@@ -157,8 +158,9 @@ class Rollout:
         if self.raw_logprobs is not None and self.raw_logprobs is not self.logprobs:
             given["raw_logprobs"] = self.raw_logprobs
         for name, values in given.items():
-            if not isinstance(values, array):
-                object.__setattr__(self, name, array("d" if "logprobs" in name else "q", values))
+            code = "d" if "logprobs" in name else "q"
+            if not (isinstance(values, array) and values.typecode == code):
+                object.__setattr__(self, name, array(code, iter(values)))
         if self.raw_logprobs is not None and "raw_logprobs" not in given:
             object.__setattr__(self, "raw_logprobs", self.logprobs)  # the same array, which is sent once
 

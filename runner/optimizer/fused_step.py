@@ -1,7 +1,7 @@
 """A step of torch's fused AdamW that clips and skips in the kernel, so the host reads nothing.
 
 A gradient that is not finite is skipped. The kernel divides gradients by `grad_scale` as it reads them, so clipping
-costs nothing, also where it changes nothing.
+costs one more write of the gradients, also where it changes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 def can_skip(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the kernel is known to do so: on a GPU, which the host would wait for."""
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.AdamW) else []
+    groups = optimizer.param_groups if type(optimizer) is torch.optim.AdamW else []  # a subclass has a step of its own
     return bool(groups) and all(group["fused"] and p.is_cuda for group in groups for p in group["params"])
 
 
@@ -23,5 +23,7 @@ def step_if_finite(optimizer: Any, norm: Tensor, max_norm: float | None) -> None
     optimizer.found_inf = (~torch.isfinite(norm)).float()
     if max_norm is not None:
         optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1).float()
-    optimizer.step()
-    optimizer.found_inf = optimizer.grad_scale = None
+    try:
+        optimizer.step()
+    finally:
+        optimizer.found_inf = optimizer.grad_scale = None

@@ -37,7 +37,7 @@ Parts = list[list[Mapping[str, float | None]]]
 
 
 class PartitionedSampler(SamplerWrapper):
-    """A sampler on each rank; the requests of a group, which share a prompt, are all left to one."""
+    """A sampler on each rank; requests of a group, which share a prompt, are sampled on one rank."""
 
     def __init__(self, sampler: Sampler, peers: RankCollectives, whole: FullParamsContext, tokenizer: Any) -> None:
         super().__init__(sampler)

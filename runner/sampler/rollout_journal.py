@@ -190,7 +190,7 @@ def _read(path: Path) -> dict[str, deque[Rollout]]:
             if text := found.get("experts"):
                 found["experts"] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
             key, rollout = found.pop("key"), Rollout(**found)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             break
         if not line.endswith(b"\n"):
             break

@@ -182,7 +182,7 @@ class StopCriteria:
     def _in_text(self, tail: Sequence[int]) -> bool:
         if not self._strings:
             return False
-        text = self._tokenizer.decode(tail, skip_special_tokens=False)
+        text = self._tokenizer.decode([*tail], skip_special_tokens=False)
         return any(string in text for string in self._strings)
 
 

@@ -336,8 +336,13 @@ class LocalLearner:
             metrics, _ = self.forward_backward(batch, loss)
             metrics.merge(self.optim_step())
             return lambda: metrics
-        with self._during():
-            read = self._accumulate(batch, loss, frozenset())
+        try:
+            with self._during():
+                read = self._accumulate(batch, loss, frozenset())
+        except BaseException:
+            self.optimizer.zero_grad(set_to_none=True)
+            self._gradients.discard()
+            raise
         norm = self._gradients.total_norm(list(self._parameters.values()))
         step_if_finite(self.optimizer, norm, self._clip)
         self.optimizer.zero_grad(set_to_none=True)

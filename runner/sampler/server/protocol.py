@@ -238,7 +238,9 @@ def decode_rollouts(
         zip(requests, answers, strict=True)
     ):
         drawn = array("q", tokens.tobytes()), array("d", values.tobytes())
-        raw_logprobs = array("d", raws.tobytes()) if has_raw and request.raw else None
+        raw_logprobs = None
+        if has_raw and request.raw:  # the same array where nothing was truncated
+            raw_logprobs = drawn[1] if raws.tobytes() == values.tobytes() else array("d", raws.tobytes())
         rollout = Rollout(*drawn, raw_logprobs, held, finish, experts=used[at])
         check_rollout(rollout, request, version, limits, f"answer {at}")
         found.append(rollout)
@@ -269,7 +271,7 @@ def check_rollout(rollout: Rollout, request: Request, version: int, limits: Answ
         check_logprobs(values, size, name)
 
 
-def check_logprobs(values: Sequence[Any], size: int, name: str) -> None:
+def check_logprobs(values: Sequence[float], size: int, name: str) -> None:
     """Raise InvalidAnswerError unless there are `size` numbers that can be log-probabilities."""
     if len(values) != size:
         raise InvalidAnswerError(f"{name} has {len(values)} log-probabilities for {size} tokens")

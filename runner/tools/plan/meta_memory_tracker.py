@@ -21,7 +21,7 @@ from runner.core import torch_compat
 
 
 class _KeepInputs(torch.autograd.Function):
-    """Returns an empty output of `shape`, and keeps inputs, `more` float32 numbers and, if asked, the output."""
+    """Returns an empty output; keeps inputs, `more` float32 numbers and, if asked, the output."""
 
     @staticmethod
     def forward(ctx: Any, shape: Sequence[int], more: int, keeps_output: bool, *inputs: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ MEANINGS: dict[Any, Callable[..., Tensor]] = dict.fromkeys(torch_compat.aten_ope
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, dtype: torch.dtype, **_: Any) -> Tensor:
-    """A `VarlenAttention` in `dtype`, which keeps its inputs, its output, and a float32 per query and head."""
+    """A `VarlenAttention` in `dtype`; keeps inputs, output, and a float32 per query and head."""
     return _kept(query.shape, query.shape[:2].numel(), True, query.to(dtype), key.to(dtype), value.to(dtype))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,14 @@ def test_numbers_are_sent_between_ranks_as_bytes_and_equal_ones_once() -> None:
     sent = pickle.dumps(both)
     assert pickle.loads(sent) == both and len(sent) < 2 * 8 * size + 500
     assert len(pickle.dumps(Rollout(both.ids, values, [2 * one for one in values], 0, "stop"))) > 3 * 8 * size
+
+
+def test_arrays_of_other_kinds_become_those_of_rollouts() -> None:
+    given = Rollout(array("i", [1, 2]), array("f", [-1.0, -2.0]), None, 0, "stop")
+    assert given == Rollout((1, 2), (-1.0, -2.0), None, 0, "stop") and [*Rollout(b"ab", (), None, 0, "stop").ids] == [
+        97,
+        98,
+    ]
 
 
 @pytest.mark.parametrize("wrong", [{"ids": (1.5,)}, {"ids": ("a",)}, {"logprobs": (None,)}])
