@@ -74,7 +74,7 @@ class McpTools:
 
     async def reset(self, prompt: object, **columns: object) -> None:
         """Connect. The connection lives in a task of its own, as the SDK requires, until the process ends."""
-        self._one_call = asyncio.Lock()
+        self._call_lock = asyncio.Lock()
         ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
 
         async def stay_connected() -> None:
@@ -91,12 +91,13 @@ class McpTools:
         self._client = await ready
 
     async def _call_tool(self, tool: str, arguments: dict[str, Any]) -> str:
-        """The text of a tool's result; calls of a turn run in their order, since servers run them in threads.
+        """The text of a tool's result.
 
+        Calls of a turn run one after another, since servers run them in threads and could take another order.
         Raises RuntimeError with the text of a tool that failed, EpisodeError where the server has gone.
         """
         try:
-            async with self._one_call:
+            async with self._call_lock:
                 result = await self._client.call_tool(tool, arguments)
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:

@@ -144,12 +144,12 @@ class Completions(_Answer):
 
     async def chunks(self) -> AsyncGenerator[Json, None]:
         """The answer piece by piece."""
-        body, said = self.body, [0] * len(self.choices)  # characters of a choice's tokens, as text_offset counts them
+        body, offsets = self.body, [0] * len(self.choices)  # text_offset of each choice's next token
         async for choice, piece, event in self.generate():
             one: Json = {"index": choice.index, "text": piece, "finish_reason": choice.finish, "logprobs": None}
             if body.logprobs is not None:
-                one["logprobs"] = self._logprobs([event], [], [], said[choice.index])
-                said[choice.index] += len(one["logprobs"]["tokens"][0])
+                one["logprobs"] = self._logprobs([event], [], [], offsets[choice.index])
+                offsets[choice.index] += len(one["logprobs"]["tokens"][0])
             if body.return_token_ids:
                 one["token_ids"] = [event.token_id]
                 if len(choice.events) == 1:

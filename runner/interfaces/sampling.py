@@ -154,15 +154,13 @@ class Rollout:
 
     def __post_init__(self) -> None:
         """Raises TypeError for what is not a number."""
-        given = {"ids": self.ids, "versions": self.versions, "logprobs": self.logprobs}
-        if self.raw_logprobs is not None and self.raw_logprobs is not self.logprobs:
-            given["raw_logprobs"] = self.raw_logprobs
-        for name, values in given.items():
-            code = "d" if "logprobs" in name else "q"
-            if not (isinstance(values, array) and values.typecode == code):
-                object.__setattr__(self, name, array(code, iter(values)))
-        if self.raw_logprobs is not None and "raw_logprobs" not in given:
-            object.__setattr__(self, "raw_logprobs", self.logprobs)  # the same array, which is sent once
+        is_same = self.raw_logprobs is self.logprobs
+        for name, kind in (("ids", "q"), ("versions", "q"), ("logprobs", "d"), ("raw_logprobs", "d")):
+            values = getattr(self, name)
+            if values is not None and not (isinstance(values, array) and values.typecode == kind):
+                object.__setattr__(self, name, array(kind, iter(values)))
+        if is_same:
+            object.__setattr__(self, "raw_logprobs", self.logprobs)  # one array, which is sent once
 
 
 @dataclass(frozen=True, slots=True)

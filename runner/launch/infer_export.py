@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -116,6 +115,9 @@ def _evaluation_samples(
     return [plain_sample(row, markers) for row in rows if row["step"] == last][:3]
 
 
+NOT_COMBINED = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices")  # options of a LoraConfig
+
+
 def combine_adapters(
     source: ModelSource,
     out: Path,
@@ -137,9 +139,9 @@ def combine_adapters(
     module: Any = loaded.model.module
     active = names[0]
     if how is not None:
-        of_adapters = re.compile(rf"(?!.*lora_[AB]\.\w+\.weight$)(?!.*lora_embedding_).*\.({'|'.join(names)})(\.|$)")
-        if lost := next((name for name, _ in module.named_parameters() if of_adapters.match(name)), None):
-            text = f"an adapter has {lost} (dora, lora_bias, modules_to_save, trained tokens), which would be left out"
+        lost = [name for name in NOT_COMBINED if any(getattr(module.peft_config[one], name, None) for one in names)]
+        if lost:
+            text = f"peft would leave out what an adapter trains by {' and '.join(lost)}"
             raise EnvironmentProblem(f"--combine {how}: {text}\n  merge each adapter into its base: --merge")
         module.peft_config[active].use_rslora = False  # peft copies it, and would scale the combined one by it again
         options = {"density": density} if how.startswith(("ties", "dare")) else {}

@@ -597,10 +597,11 @@ def test_results_continue_a_turn_of_calls_as_the_template_writes_them(name: str)
 
 
 MCP_SERVER = """
-import os, sys
+import os, sys, time
 from mcp.server import MCPServer
 
 server, stock = MCPServer("shop"), [3]
+asked = []
 
 @server.tool()
 def score() -> str:
@@ -610,6 +611,9 @@ def score() -> str:
 @server.tool()
 def buy(name: str, count: int = 1) -> str:
     "Buy things."
+    asked.append(name)
+    if len(asked) == 1:
+        time.sleep(0.5)
     if count > stock[0]:
         raise ValueError("not enough")
     stock[0] -= count

@@ -66,7 +66,7 @@ def test_it_survives_a_folder(tmp_path: Path) -> None:
     assert (again.pad_token_id, again.eos_token_id, again.padding_side) == (256, 258, "left")
 
 
-def test_a_folder_whose_tokenizer_cleans_blanks_up_gives_the_text_as_the_model_wrote_it(tmp_path: Path) -> None:
+def test_a_folder_whose_tokenizer_cleans_up_spaces_gives_the_text_as_the_model_wrote_it(tmp_path: Path) -> None:
     pieces = [("<unk>", 0.0), ("</s>", 0.0), *((piece, -3.0) for piece in "▁abdfint,.!='")]
     core = Tokenizer(models.Unigram(pieces, unk_id=0))
     core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()

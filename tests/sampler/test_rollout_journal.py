@@ -258,6 +258,15 @@ def test_the_same_request_twice_has_two_answers_in_their_order(tmp_path: Path) -
     assert [*again.sample(twice[:1]), *again.sample(twice)] == wanted
 
 
+def test_a_line_with_a_number_beyond_64_bits_is_drawn_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal(tmp_path).sample(requests(0))
+    (page,) = tmp_path.iterdir()
+    *first, last = page.read_text().splitlines()
+    page.write_text("\n".join([*first, json.dumps(json.loads(last) | {"ids": [2**70]})]) + "\n")
+    journal(tmp_path, sampler := Dice()).sample(requests(0))
+    assert sampler.asked == requests(0)[2:] and "these rollouts are sampled again" in caplog.text
+
+
 @pytest.mark.parametrize("cut", ["middle", "newline", pytest.param("nothing of it", marks=pytest.mark.slow)])
 def test_a_torn_line_is_said_and_drawn_again(tmp_path: Path, cut: str, caplog: pytest.LogCaptureFixture) -> None:
     wanted = journal(tmp_path).sample(requests(0))

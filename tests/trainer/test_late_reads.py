@@ -94,6 +94,20 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_told_with_its_step() -> No
     assert not torch.equal(subject.state_dict()["tensors"]["param/table"], before["param/table"])
 
 
+def test_a_pass_that_fails_leaves_no_gradients() -> None:
+    subject, asked = learner(True), iter([False, True])
+
+    def fail(total: torch.Tensor, is_last: bool, own: Any = subject._backward) -> None:
+        own(total, is_last)
+        if next(asked):
+            raise RuntimeError("out of memory")
+
+    subject._backward = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        subject.update(batch(), CrossEntropy())
+    assert subject.model.table.grad is None
+
+
 class Poisoned(BaseCallback):
     """Notes finished steps, and poisons the gradient of the one after the second."""
 
@@ -121,5 +135,6 @@ def test_only_a_fused_kernel_on_a_gpu_skips() -> None:
     with FakeTensorMode():
         here, card = torch.ones(1), torch.ones(1, device="cuda")
         assert can_skip(torch.optim.AdamW([card], fused=True))
+        assert not can_skip(type("Own", (torch.optim.AdamW,), {})([card], fused=True)), "its step may ignore the scale"
         assert not can_skip(torch.optim.AdamW([card], fused=False)) and not can_skip(torch.optim.SGD([card]))
         assert not can_skip(torch.optim.AdamW([card, here], fused=True)), "its weights may be in host memory"
