@@ -370,8 +370,13 @@ def _callbacks(
     own: Iterable[Callback],
 ) -> list[Callback]:
     """All callbacks except saving. own: those of plug-ins, whose metrics are recorded too."""
-    if evaluate is None and (best := spec.checkpoint.best) and best.startswith("eval/"):
-        decide("checkpoint.best", best, "none", "no evaluation")
+    if (best := spec.checkpoint.best) and best.startswith("eval/"):
+        evaluated, saved = spec.evaluation.every, spec.checkpoint.every
+        if evaluate is None:
+            decide("checkpoint.best", best, "none", "no evaluation")
+        elif not saved or evaluated % saved:
+            text = f"evaluation.every={evaluated} and checkpoint.every={saved}, so not all evaluated steps are saved"
+            decide.record_fact("checkpoint.best", "the best of the saved steps", text)
     return [
         *([] if evaluate is None else [_evaluation(spec, evaluate, outlets)]),
         *([activity] if spec.watch.device_stats_interval_s else []),

@@ -257,8 +257,10 @@ def _load_adapted(path: str) -> tuple[Any, Any]:
     """The same of an adapter and its base, merged in float32; the adapter holds the head."""
     import peft
 
-    base = peft.PeftConfig.from_pretrained(path).base_model_name_or_path
-    module, info = _load_weights(str(base), num_labels=1, dtype=torch.float32)
+    of = peft.PeftConfig.from_pretrained(path)
+    module, info = _load_weights(
+        str(of.base_model_name_or_path), revision=of.revision, num_labels=1, dtype=torch.float32
+    )
     info["missing_keys"] = {name for name in info["missing_keys"] if not name.startswith(("score.", "classifier."))}
     with warnings.catch_warnings(action="ignore"):  # of peft's own deprecated calls
         return peft.PeftModel.from_pretrained(module, path).merge_and_unload(), info

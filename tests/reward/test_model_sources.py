@@ -20,6 +20,7 @@ from runner.reward.config import ModelRewardConfig
 from runner.run_dir.manifest import check_compatible
 from runner.spec.saved_spec import KEY, SCHEMA
 from tests.command import run
+from tests.model.test_hf import cached_on_hub
 from tests.reward.samples import made
 from tests.reward.test_model import POSITIONS, completion, qwen
 from tests.reward.test_trial import SMALL
@@ -57,6 +58,24 @@ def test_the_adapter_of_a_reward_model_scores_as_peft_does(folders: Path) -> Non
         wanted = [float(module(torch.tensor([[*c.prompt.ids, *c.ids]])).logits) for c in group]
     [found] = made(ModelRewardConfig(path=str(folders / "adapter")), tokenizer=tokenizer).score([group])
     assert found == pytest.approx(wanted, abs=1e-5) and len(set(wanted)) == 3
+
+
+def test_the_base_of_an_adapter_is_that_of_its_commit(folders: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    Qwen2ForCausalLM(qwen()).save_pretrained(tmp_path / "newer")
+    adapter = shutil.copytree(folders / "adapter", tmp_path / "adapter")
+    settings = peft.LoraConfig.from_pretrained(adapter)
+    settings.base_model_name_or_path, settings.revision = "hub/judged", "1" * 40
+    settings.save_pretrained(adapter)
+    cached_on_hub(folders / "base", "hub/judged", "1" * 40)
+    cached_on_hub(tmp_path / "newer", "hub/judged", "2" * 40)
+    tokenizer = byte_tokenizer(POSITIONS)
+    group = [completion(tokenizer, "2+2?", "4")]
+    scores = [
+        made(ModelRewardConfig(path=str(at)), tokenizer=tokenizer).score([group])
+        for at in (folders / "adapter", adapter)
+    ]
+    assert scores[0] == scores[1]
 
 
 JOB = ("model=tiny", "data=demo", "algorithm=grpo", "sampler=torch")
