@@ -7,15 +7,19 @@ NAME            a folder of columns, or a note on a data file: what the file sys
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from threading import Timer
 
 from runner.core.file_lock import FileLock
 from runner.core.fsync_io import atomic_write, sha256, storage_errors
 
+log = logging.getLogger("runner")
+WAIT_S = 5.0  # a wait that is longer is said
 NOTED_BYTES = 2**24  # a smaller file is read in less time than a note saves
 SETTLED_S = 2.0  # a file that was changed later than this may change again within the clock of its file system
 
@@ -30,7 +34,12 @@ def cache_lock(path: Path) -> Iterator[None]:
     with storage_errors(f"cannot write the token cache {path}", remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.parent / f".{path.name}.lock") as lock:
-            lock.acquire(wait=True)
+            waits = Timer(WAIT_S, log.info, ("waiting for another process, which writes %s", path))
+            waits.start()
+            try:
+                lock.acquire(wait=True)
+            finally:
+                waits.cancel()
             yield
 
 

@@ -8,6 +8,7 @@ rows of different shapes into one, and it forks a process that has threads and d
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -42,7 +43,9 @@ from runner.interfaces.media import images_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger("runner")
 ALONE_S = 2.0  # after so many seconds the rest is worth the start of other processes, 1 s each
+LOG_EVERY_S = 60.0  # of a process without a terminal
 MOST_PROCESSES = 16  # on a machine, each with a copy of the tokenizer, about 300 MB
 ALONE = "  `taskset -c 0 run …` tokenizes in one process"
 
@@ -186,10 +189,15 @@ def _ending(started: Iterable[BaseProcess]) -> str:
 
 
 def show_progress(batches: Iterator[TokenizedBatch], source: str) -> Iterator[TokenizedBatch]:
-    """The batches; a terminal shows the number of rows once that has taken seconds."""
+    """The batches; a terminal shows the number of rows after seconds, a log each minute."""
+    rows, logged = 0, time.monotonic()
     with tqdm(desc=f"tokenizing {source}", unit=" rows", delay=ALONE_S, leave=False, disable=None) as bar:
         for batch in batches:
             bar.update(batch.counts.rows)
+            rows += batch.counts.rows
+            if bar.disable and time.monotonic() - logged >= LOG_EVERY_S:
+                logged = time.monotonic()
+                log.info("tokenizing %s: %d rows so far", source, rows)
             yield batch
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from runner.core.errors import StorageError
 from runner.data import cache_files
-from runner.data.cache_files import file_digest
+from runner.data.cache_files import cache_lock, file_digest
 
 
 @pytest.fixture
@@ -70,3 +72,24 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, read: list[P
     path.write_bytes(b"one")
     with pytest.raises(StorageError, match="RUNNER_CACHE"):
         file_digest(path, path / "notes")
+
+
+def test_a_long_wait_for_another_process_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache_files, "WAIT_S", 0.01)
+    caplog.set_level(logging.INFO, "runner")
+    entered = threading.Event()
+
+    def wait() -> None:
+        with cache_lock(tmp_path / "rows"):
+            entered.set()
+
+    other = threading.Thread(target=wait)
+    with cache_lock(tmp_path / "rows"):
+        other.start()
+        while not caplog.messages:
+            time.sleep(0.01)
+        assert not entered.is_set()
+    other.join()
+    assert entered.is_set() and caplog.messages == [f"waiting for another process, which writes {tmp_path / 'rows'}"]

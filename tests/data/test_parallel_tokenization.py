@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import resource
@@ -25,6 +26,7 @@ from runner.data.parallel_tokenization import (
     TokenizedBatch,
     TokenizerOptions,
     num_processes,
+    show_progress,
     tokenize_batches,
     tokenize_in_processes,
 )
@@ -48,6 +50,16 @@ def batches(count: int = 12, size: int = 3) -> Batches:
 
 def in_processes(given: Batches, options: TokenizerOptions) -> Iterator[TokenizedBatch]:
     return tokenize_in_processes(given, options, BatchTokenizer(options))
+
+
+def test_a_log_has_a_line_each_minute(
+    options: TokenizerOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "runner")
+    assert list(show_progress(tokenize_batches(batches(2), options), "a.jsonl")) and not caplog.messages
+    monkeypatch.setattr(parallel_tokenization, "LOG_EVERY_S", 0.0)
+    list(show_progress(tokenize_batches(batches(2), options), "a.jsonl"))
+    assert caplog.messages == ["tokenizing a.jsonl: 3 rows so far", "tokenizing a.jsonl: 6 rows so far"]
 
 
 def test_processes_give_the_same_as_one(options: TokenizerOptions, monkeypatch: pytest.MonkeyPatch) -> None:
