@@ -124,6 +124,11 @@ def old_from(options: Mapping[str, Any]) -> str:
     return "trainer" if several or (has_kl(options) and options["kl_in"] == "reward") else "itself"
 
 
+def as_stored(values: Tensor) -> Tensor:
+    """Log-probabilities as a job stores them: a difference of two in a reward may be divided by a small spread."""
+    return values.float().double()
+
+
 def prepare(
     groups: Sequence[Group], policy: Weights, sampled: Weights, others: Mapping[str, Weights], options: Any
 ) -> None:
@@ -134,9 +139,9 @@ def prepare(
                 row = (group.prompt, one.ids)
                 one.channels["sampled"] = score(sampled, *row, options["temperature"])[0]
                 source = {"trainer": policy, "sampler": sampled, "itself": policy}[old_from(options)]
-                one.channels["old"] = score(source, *row, options["temperature"])[0]
+                one.channels["old"] = as_stored(score(source, *row, options["temperature"])[0])
                 if has_kl(options):
-                    one.channels["reference"] = score(others["reference"], *row, options["temperature"])[0]
+                    one.channels["reference"] = as_stored(score(others["reference"], *row, options["temperature"])[0])
                 if options["name"] == "ppo":
                     one.channels["values"] = values_of(others["critic"], *row)
         mark_trained(groups, options)
