@@ -5,6 +5,7 @@ text ─ChatAnswer.push─▶ (reasoning | content, text) … calls, and what is
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 from runner.core.tool_formats import Part, ToolCall, ToolFormat, Tools
@@ -139,10 +140,13 @@ class ChatAnswer:
         assert self.format is not None
         try:
             pieces = self.format.read(block, self.tools)
+            calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
+            for call in calls:  # raises UnicodeEncodeError for a \ud83d alone, which no client and no tool could get
+                json.dumps([call.name, call.arguments], ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             return str(error)
         if not pieces:
             return "no call between the marks"
-        self.calls += [piece for piece in pieces if isinstance(piece, ToolCall)]
+        self.calls += calls
         found += [piece for piece in pieces if not isinstance(piece, ToolCall)]
         return None

@@ -155,12 +155,12 @@ class Renderer:
         segments = self._finish(chat, [Segment(text, is_trained=False)])
         return self.control.ids_of(segments, begins_row=True)
 
-    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def extend(self, ids: Sequence[int], messages: Sequence[Message], /, **variables: Any) -> list[int]:
         """The ids that continue `ids` by messages and the opening of the next turn.
 
         `ids` end with a turn of the assistant. What the policy wrote stays as it is; a turn without an end token
         is closed. Results of calls, which have a `tool_call_id`, follow a turn of calls. Raises EnvironmentProblem if
-        the template does not write a message.
+        the template does not write a message. variables: see `render`.
         """
         role = messages[0]["role"]
         hint = f"{PART_HINTS['content']}; or set another role for the environment (environment.role=user)"
@@ -169,9 +169,9 @@ class Renderer:
             opening[1] = calls_turn(messages)
         try:
             try:
-                chat, after = self._continue(opening, messages)
+                chat, after = self._continue(opening, messages, **variables)
             except RenderError:  # a template may take one call in a turn alone
-                chat, after = self._continue(OPENING, messages)
+                chat, after = self._continue(OPENING, messages, **variables)
         except RenderError as error:
             text = f"the chat template cannot continue an episode with a message of role {role}: {error}"
             raise EnvironmentProblem(f"{text}\n  {hint}") from error
@@ -191,9 +191,9 @@ class Renderer:
         written = next(n for n in range(len(end), -1, -1) if list(ids[len(ids) - n :]) == end[:n])
         return end[written:] + self.control.ids_of(chat.placeholders.split(Segment(rest, is_trained=False)))
 
-    def _continue(self, opening: Sequence[Message], messages: Sequence[Message]) -> tuple[_Chat, str]:
+    def _continue(self, opening: Sequence[Message], said: Sequence[Message], /, **variables: Any) -> tuple[_Chat, str]:
         """A conversation that continues so, and what it says after the assistant's turn. Raises RenderError."""
-        chat = self._prepare([*opening, *messages], (), 0, "last")
+        chat = replace(self._prepare([*opening, *said], (), 0, "last"), variables=variables)
         return chat, self._text(chat, len(chat.messages), prompt=True).rpartition(PROBE)[2]
 
     def _prepare(self, messages: Sequence[Message], tools: Tools, context: int, train_on: TrainOn) -> _Chat:

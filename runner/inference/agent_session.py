@@ -192,10 +192,10 @@ class AgentSession:
             new = messages[size:]
             if conversation[:size] != turn.conversation or turn.settings != settings or not new:
                 continue
-            if any(message["role"] == "assistant" for message in new):
+            if any(message["role"] == "assistant" or image_parts(message) for message in new):
                 return None
             new = [{**m, "name": turn.names.get(m["tool_call_id"], "")} if m.get("tool_call_id") else m for m in new]
-            added = self._served.renderer.extend(turn.ids, new)
+            added = self._served.renderer.extend(turn.ids, new, **turn.settings[1])
             return ChatPrompt((*turn.ids, *added), self._served.decode(added).rstrip().endswith(THINK))
         return None
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+LogprobsMode = Literal["raw", "processed"]  # of `TokenEvent.top_logprobs`: of raw_logprob's distribution, or logprob's
 # What happens to requests that are running when weights are loaded: they are finished first ("drain"), cancelled
 # ("abort"), or continue afterwards with the keys and values that the older weights computed ("keep").
 PauseMode = Literal["drain", "abort", "keep"]
@@ -29,8 +30,9 @@ class SamplingParams:
 
     temperature: 0 = always the likeliest token; top_k: None = all; stop: strings that end the answer, which stay in its
     ids; stop_token_ids: beside the model's own end tokens; ignore_eos: the model's own end nothing; seed: of the
-    request's own random stream, 0 ≤ seed < 2¹²⁸; logprobs: how many of the likeliest tokens each event names; adapter:
-    None = the base, or the only adapter
+    request's own random stream, 0 ≤ seed < 2¹²⁸; logprobs: how many of the likeliest tokens each event names;
+    logprobs_mode: of the model (raw), or of the distribution that is sampled from (processed); adapter: None = the
+    base, or the only adapter
     """
 
     temperature: float = 1.0
@@ -43,6 +45,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     logprobs: int = 0
+    logprobs_mode: LogprobsMode = "raw"
     adapter: str | None = None
 
 
@@ -60,7 +63,8 @@ class TokenEvent:
     """A new token of a request; an end token that was sampled is one, too.
 
     logprob: of the distribution sampled from (tempered, truncated; at temperature 0 the same as raw_logprob);
-    raw_logprob: at temperature 1, untruncated, as are top_logprobs, (token id, log-probability), likeliest first;
+    raw_logprob: at temperature 1, untruncated; top_logprobs: (token id, log-probability), likeliest first, as
+    `SamplingParams.logprobs_mode` says;
     weight_version: of the weights that computed it; finish_reason: None while the answer continues
     """
 

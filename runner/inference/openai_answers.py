@@ -41,8 +41,8 @@ class Choice:
         self.events.append(event)
         piece = self.text.push(event.token_id)
         if event.finish_reason is not None:
-            self.finish = event.finish_reason
             piece += self.text.close()
+            self.finish = event.finish_reason if self.text.stop_reason is None else "stop"
         return piece
 
     @property
@@ -75,10 +75,11 @@ class _Answer:
         params: Sequence[SamplingParams],
         tool_format: ToolFormat | None = None,
     ) -> None:
-        """Add the n choices of a prompt, whose text shows the marks of `tool_format`."""
+        """Add n choices. tool_format: whose marks a turn shows; None = the text continues the prompt."""
+        context = prompt if tool_format is None else ()
         for one in params:
             self.requests.append(GenerationRequest("", prompt, one))
-            self.choices.append(Choice(len(self.choices), prompt, self.served.text_stream(body, tool_format)))
+            self.choices.append(Choice(len(self.choices), prompt, self.served.text_stream(body, tool_format, context)))
 
     async def generate(self) -> AsyncGenerator[tuple[Choice, str, TokenEvent], None]:
         """Every new token, with the text that it adds to its choice."""
@@ -116,7 +117,7 @@ class Completions(_Answer):
         self.head["object"] = "text_completion"
         for prompt in prompts:
             served.new_tokens(prompt, body.max_tokens)
-            params = body.sampling_params(max(body.max_tokens, 1), body.logprobs or 0, adapter)
+            params = body.sampling_params(max(body.max_tokens, 1), body.logprobs or 0, served.logprobs_mode, adapter)
             self.add_choices(body, prompt, params)
         if body.max_tokens == 0:
             self.requests = []
@@ -234,7 +235,10 @@ class ChatCompletions(_Answer):
         super().__init__(served, body, [prompt], "chatcmpl")
         self.body = body
         params = body.sampling_params(
-            served.new_tokens(served.vocabulary_ids(prompt), body.new_tokens), body.top_logprobs, adapter
+            served.new_tokens(served.vocabulary_ids(prompt), body.new_tokens),
+            body.top_logprobs,
+            served.logprobs_mode,
+            adapter,
         )
         self.add_choices(body, prompt, params, served.tool_format)
         tools = body.conversation()[1] if body.tool_choice == "auto" else []
@@ -250,13 +254,17 @@ class ChatCompletions(_Answer):
         choices = await self.served.in_thread(
             lambda: [self._choice_json(*one) for one in zip(self.choices, parts, strict=True)]
         )
-        extra = {"prompt_token_ids": self.served.vocabulary_ids(self.prompts[0])} if self.body.return_token_ids else {}
-        return {**self.head, "object": "chat.completion", "choices": choices, "usage": self.usage(), **extra}
+        one: Json = {"object": "chat.completion", "choices": choices, "usage": self.usage()}
+        return {**self.head, **one, **self._prompt_ids()}
+
+    def _prompt_ids(self) -> Json:
+        asks = self.body.return_token_ids
+        return {"prompt_token_ids": self.served.vocabulary_ids(self.prompts[0])} if asks else {}
 
     async def chunks(self) -> AsyncGenerator[Json, None]:
         """The answer piece by piece; a tool call comes as a whole."""
         for choice in self.choices:
-            yield self._chunk(choice, {"role": "assistant", "content": ""})
+            yield {**self._chunk(choice, {"role": "assistant", "content": ""}), **self._prompt_ids()}
         waiting: list[list[TokenEvent]] = [[] for _ in self.choices]  # whose log-probabilities and ids are to be sent
         async for choice, piece, event in self.generate():
             events = waiting[choice.index]
@@ -317,7 +325,7 @@ class ChatCompletions(_Answer):
 
     def _token_json(self, id: int, value: float) -> Json:
         text = self.served.token_text(id, self.body)
-        return {"token": text, "logprob": finite(value), "bytes": list(text.encode())}
+        return {"token": text, "logprob": finite(value), "bytes": list(self.served.token_bytes(id))}
 
 
 def _call_json(choice: Choice, at: int, call: ToolCall) -> Json:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from runner.core.untrusted_text import parse_json, without_nulls
-from runner.inference.engine import SamplingParams
+from runner.inference.engine import LogprobsMode, SamplingParams
 
 MAX_CHOICES = 128  # of one prompt
 MAX_LOGPROBS = 20
@@ -88,7 +88,9 @@ class GenerationBody(StrictBody):
             raise ValueError("an empty stop string would end every completion")
         return value
 
-    def sampling_params(self, max_new_tokens: int, logprobs: int, adapter: str | None) -> list[SamplingParams]:
+    def sampling_params(
+        self, max_new_tokens: int, logprobs: int, logprobs_mode: LogprobsMode, adapter: str | None
+    ) -> list[SamplingParams]:
         """The parameters of each of the n answers. Without a seed they are drawn again by every request."""
         seed = (secrets.randbits(SEED_BITS) if self.seed is None else self.seed) % 2**SEED_BITS
         return [
@@ -103,6 +105,7 @@ class GenerationBody(StrictBody):
                 ignore_eos=self.ignore_eos,
                 seed=seed + (at << SEED_BITS),
                 logprobs=logprobs,
+                logprobs_mode=logprobs_mode,
                 adapter=adapter,
             )
             for at in range(self.n)
@@ -303,6 +306,13 @@ def parse_body(kind: type[B], content: bytes) -> B:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadRequest("the body is not a JSON object")
+    if re.search(rb"\\u[dD][89a-fA-F]", content):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest(
+                f"the body has one half of a surrogate pair, {error.object[error.start]!a}, alone"
+            ) from None
     try:
         return kind.model_validate(value)
     except ValidationError as error:

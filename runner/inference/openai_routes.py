@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from runner.core.errors import RunnerError
+from runner.core.errors import DataError, RunnerError
 from runner.inference.http import error_response
 from runner.inference.openai_answers import ChatCompletions, Completions
 from runner.inference.openai_requests import BadRequest, ChatBody, CompletionBody, Json, TokenizeBody, parse_body
@@ -51,7 +51,7 @@ def event_stream(served: ServedModel, chunks: AsyncGenerator[Json, None]) -> Str
             async for chunk in chunks:
                 yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
         except RunnerError as error:
-            content = bytes(error_response(500, str(error)).body).decode()
+            content = bytes(error_response(400 if isinstance(error, DataError) else 500, str(error)).body).decode()
             yield f"data: {content}\n\n"
         except asyncio.CancelledError:
             served.cancelled.inc()

@@ -20,7 +20,7 @@ from runner.data.chat import Renderer
 from runner.data.chat_template import unread_fault
 from runner.data.config import ChatConfig
 from runner.data.tokenization import bos_and_eos
-from runner.inference.answer_text import TextStream, hidden_token_ids
+from runner.inference.answer_text import TextStream, hidden_token_ids, token_bytes, token_text
 from runner.inference.chat_prompt import ChatPrompt, render_chat
 from runner.inference.engine import TokenEvent
 from runner.inference.engine_client import EngineClient
@@ -172,12 +172,19 @@ class ServedModel:
         own = self._renderer.template.tool_format if self.tokenizer.chat_template else None
         return own or FORMATS["hermes"]
 
-    def text_stream(self, body: GenerationBody, tool_format: ToolFormat | None = None) -> TextStream:
-        """What makes an answer's text of its ids; it shows the marks of `tool_format`."""
-        hidden = frozenset[int]()
+    def text_stream(
+        self, body: GenerationBody, tool_format: ToolFormat | None = None, context: Sequence[int] = ()
+    ) -> TextStream:
+        """What makes an answer's text of its ids; it shows the marks of `tool_format`.
+
+        context: ids that the text continues
+        """
+        hidden = frozenset[int]() if body.include_stop_str_in_output else frozenset(body.stop_token_ids)
+        special = hidden_token_ids(self.tokenizer, self.info.stop_token_ids, tool_format)
+        context = [one for one in context if one not in special]
         if body.skip_special_tokens:
-            hidden = hidden_token_ids(self.tokenizer, self.info.stop_token_ids, tool_format)
-        return TextStream(self.decode, hidden, body.stop, body.include_stop_str_in_output)
+            hidden |= special
+        return TextStream(self.decode, hidden, body.stop, body.include_stop_str_in_output, context)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
@@ -185,7 +192,11 @@ class ServedModel:
 
     def token_text(self, id: int, body: GenerationBody) -> str:
         """A token by itself, as lists of log-probabilities name it."""
-        return f"token_id:{id}" if body.return_tokens_as_token_ids else self.decode([id])
+        return f"token_id:{id}" if body.return_tokens_as_token_ids else token_text(self.decode, id)
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes of a token, which may be a part of a character."""
+        return token_bytes(self.tokenizer, id, token_text(self.decode, id))
 
     def logprob(self, event: TokenEvent) -> float:
         """The log-probability of a new token that clients get."""

@@ -24,10 +24,11 @@ from runner.inference.engine import FinishReason, GenerationRequest, PauseMode, 
 from runner.interfaces import Decide, GenerativeModel
 from runner.interfaces.media import images_of, vocabulary_ids
 from runner.model.generation import DecodingBatch
-from runner.sampler.sampling import SamplingRule, StopCriteria, sample_tokens, uniform_stream
+from runner.sampler.sampling import SamplingRule, StopCriteria, sample_tokens, truncate_logits, uniform_stream
 from runner.sampler.torch import copy_weights
 
 MAX_NUM_SEQS = 32
+LEAST_TEMPERATURE = 1e-20  # logits that are divided by less may not be finite
 SCORE_TOKENS = 256  # of a row that are scored at once: their logits are [256, V] in float32
 
 
@@ -118,6 +119,11 @@ class TorchEngine:
         params = request.params
         self._check_ids(request.prompt_ids)
         self._check_adapter(params.adapter)
+        if 0 < params.temperature < LEAST_TEMPERATURE:
+            raise DataError(f"temperature={params.temperature:g} is too low; set 0 for the likeliest tokens")
+        vocabulary = self.limits.vocab_size
+        if wrong := [i for i in params.stop_token_ids if not 0 <= i < vocabulary]:
+            raise DataError(f"stop_token_ids has {wrong[0]}; the model has the ids 0 to {vocabulary - 1}")
         if params.max_new_tokens < 1:
             raise DataError(f"max_new_tokens={params.max_new_tokens}; a completion needs at least one token")
         limit = self.limits.length_limit
@@ -201,6 +207,7 @@ class TorchEngine:
                 "the model's logits are not finite, so nothing can be sampled; its weights are damaged"
             )
         ids, logprobs = logits.argmax(-1), raw.amax(-1)
+        tops = _top_logprobs(raw, max(row.request.params.logprobs for row in rows))
         groups = defaultdict[SamplingRule, list[int]](list)
         for at, row in enumerate(rows):
             if row.rule is not None:
@@ -210,8 +217,12 @@ class TorchEngine:
             which = torch.tensor(members, device=logits.device)
             sampled = sample_tokens(logits[which], u, rule)
             ids[which], logprobs[which] = sampled.ids, sampled.logprobs.to(logprobs.dtype)
+            for at in members:
+                params = rows[at].request.params
+                if params.logprobs and params.logprobs_mode == "processed":
+                    values, kept = truncate_logits(logits[at : at + 1] / rule.temperature, rule)
+                    tops[at] = _top_logprobs(values.log_softmax(-1), params.logprobs, kept)[0]
         raw_logprobs = raw.gather(1, ids[:, None])[:, 0]
-        tops = _top_logprobs(raw, max(row.request.params.logprobs for row in rows))
         columns = (ids.tolist(), logprobs.tolist(), raw_logprobs.tolist(), tops)
         return [self._extend(row, *values) for row, *values in zip(rows, *columns, strict=True)]
 
@@ -323,11 +334,12 @@ class TorchEngine:
         return self._model.adapter_active(self._adapters[adapter])
 
 
-def _top_logprobs(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """The likeliest ids of each row [B, V] with their log-probabilities, likeliest first."""
+def _top_logprobs(logprobs: Tensor, count: int, ids: Tensor | None = None) -> list[list[tuple[int, float]]]:
+    """The likeliest ids of each row [B, V] with their log-probabilities, likeliest first; ids: of columns."""
     if count == 0:
         return [[] for _ in range(len(logprobs))]
-    values, ids = logprobs.topk(min(count, logprobs.shape[1]))
+    values, places = logprobs.topk(min(count, logprobs.shape[1]))
+    ids = places if ids is None else ids.gather(1, places)
     return [
         [(i, v) for i, v in zip(row_ids, row_values, strict=True) if v > -math.inf]
         for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True)

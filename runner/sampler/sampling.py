@@ -108,7 +108,7 @@ def truncate_logits(scaled: Tensor, rule: SamplingRule) -> tuple[Tensor, Tensor 
         if ids is None:
             values, ids = _likeliest(scaled, mass, rule.top_p)
         p = _integers((values - mass).exp())
-        values = values.masked_fill(p.cumsum(-1) - p >= round(rule.top_p * 2**MASS_BITS), -math.inf)
+        values = values.masked_fill(p.cumsum(-1) - p >= max(round(rule.top_p * 2**MASS_BITS), 1), -math.inf)
     if rule.min_p > 0:
         values = values.masked_fill(values < values.amax(-1, keepdim=True) + math.log(rule.min_p), -math.inf)
     return values, ids

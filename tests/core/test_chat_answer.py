@@ -43,6 +43,8 @@ def read(
 
 
 CASES = {
+    ("hermes", CALL.replace("é", r"\ud83d")): ("", CALL.replace("é", r"\ud83d"), []),
+    ("hermes", CALL.replace("é", r"\ud83d\ude00")): ("", "", [ToolCall("f", {"x": "\U0001f600"})]),
     ("hermes", "plain\n"): ("", "plain\n", []),
     ("hermes", "<think>\nhm\n\n</think>\n\nyes"): ("hm", "yes", []),
     ("hermes", "<think>\n\n</think>\n\nyes\nno\n"): ("", "yes\nno\n", []),

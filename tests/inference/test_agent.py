@@ -249,6 +249,26 @@ def test_what_a_client_makes_of_an_answer_is_still_that_answer(play: Play) -> No
     assert [m["role"] for m in row.history] == ["assistant", "tool", "assistant", "tool", "tool", "assistant", "user"]
 
 
+def test_later_turns_have_the_variables_of_the_template_that_a_program_sets(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening = "{{- '<|im_start|>assistant\\n' }}{% if enable_thinking is false %}{{- 'No thoughts: ' }}{% endif %}"
+    source = str(TOKENIZER.chat_template)
+    head, tail = source.rsplit("{{- '<|im_start|>assistant\\n' }}", 1)
+    monkeypatch.setattr(TOKENIZER, "chat_template", head + opening + tail)
+
+    def program(task: dict[str, Any]) -> None:
+        options = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+        with client_of(task) as client:
+            said = ask(client, [user("a")], **options).choices[0].message
+            ask(client, [user("a"), said, user("b")], **options)
+
+    [group], policy, _ = play(program, lambda text: "said")
+    check_rows(policy, [group])
+    assert [TOKENIZER.decode(one.prompt).count("No thoughts: ") for one, _ in policy.log] == [1, 2]
+    assert group.samples[0].counts == {"turns": 2, "rows": 1, "unmatched_histories": 0, "unread_turns": 0}
+
+
 def test_reasoning_that_a_client_drops_is_a_rewritten_history(play: Play) -> None:
     def program(task: dict[str, Any]) -> None:
         with client_of(task) as client:

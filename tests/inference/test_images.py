@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Iterator
@@ -20,12 +21,15 @@ from runner.core.errors import DataError
 from runner.core.media import MEDIA_ID
 from runner.data.chat import Renderer
 from runner.data.examples import user_message
+from runner.environment.config import AgentEnvironmentConfig
+from runner.inference.agent_session import AgentSession, NoEngine, SampledChat, ServedPolicy, Waiting
 from runner.inference.engine import GenerationRequest, SamplingParams
-from runner.inference.engine_process import EngineHost, EngineSettings
+from runner.inference.engine_process import EngineHost, EngineInfo, EngineSettings
 from runner.inference.generate import Conversation
 from runner.inference.model_source import load_source, parse_source
 from runner.inference.openai_requests import BadRequest, ChatBody, parse_body
 from runner.inference.torch_engine import TorchEngine
+from runner.interfaces import Rollout
 from tests import command
 from tests.data.test_images import url
 from tests.inference.scripted import serve
@@ -194,3 +198,30 @@ def test_a_faulty_part_is_refused_with_its_place(part: dict[str, Any], message: 
     with pytest.raises(BadRequest) as error:
         parse_body(ChatBody, content).conversation()
     assert message in str(error.value) and error.value.param == "messages"
+
+
+def test_an_image_in_a_later_turn_of_a_program_reaches_the_policy(folder: Path, pictures: list[Path]) -> None:
+    """Its request is rendered as a whole, in a row of its own."""
+    tokenizer = load_source(parse_source(str(folder)), device="cpu").tokenizer
+    limits: dict[str, Any] = {"vocab_size": 2**31, "length_limit": None, "step": None, "chat_date": None}
+    info, engine = EngineInfo(name="policy", adapters=(), stop_token_ids=(258,), **limits), NoEngine()
+    served = ServedPolicy(info, tokenizer, engine, renderer=Renderer(tokenizer))  # type: ignore[arg-type]
+    session = AgentSession(0, served, AgentEnvironmentConfig(command="x"), Waiting({0}))
+    first, second = (body(data_url(picture)) for picture in pictures)
+    for one in (first, second):
+        del one["temperature"]
+    asked = ChatBody(**first)
+    prompt, _ = session.prepare_calls(asked)
+    ids = tokenizer("two<|im_end|>")["input_ids"]
+    rollouts = [Rollout(ids, [-1.0] * len(ids), None, 0, "stop")]
+    content = asyncio.run(SampledChat(served, asked, prompt, rollouts).whole())
+    session.record(asked, prompt, rollouts, content)
+    said = {"role": "assistant", "content": content["choices"][0]["message"]["content"]}
+    text, image = (
+        [*first["messages"], said, *more] for more in ([{"role": "user", "content": "b"}], second["messages"])
+    )
+    (shorter, [near]), (longer, [far]) = (
+        session.prepare_calls(ChatBody(**first | {"messages": m})) for m in (text, image)
+    )
+    images = [len({one for one in found.ids if one >= MEDIA_ID}) for found in (prompt, shorter, longer)]
+    assert images == [1, 1, 2] and (near.is_unmatched, far.is_unmatched) == (False, True)

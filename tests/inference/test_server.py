@@ -143,11 +143,14 @@ def test_a_stop_string_is_cut_from_the_text_alone(client: openai.OpenAI) -> None
     streamed = list(client.completions.create(**settings, stop=["them", "I call"], stream=True))
     assert "".join(chunk.choices[0].text for chunk in streamed) == cut.text
     assert [chunk.choices[0].finish_reason for chunk in streamed if chunk.choices[0].finish_reason] == ["stop"]
-    kept = client.completions.create(**settings, stop="them", extra_body={"include_stop_str_in_output": True})
+    kept_stop = {"include_stop_str_in_output": True}
+    kept = client.completions.create(**settings, stop="them", extra_body=kept_stop)
     assert kept.choices[0].text == "<think>\nAdd them"
     [end] = TOKENIZER("\n")["input_ids"]
     by_id = client.completions.create(**settings, extra_body={"stop_token_ids": [end]}).choices[0]
-    assert by_id.text == "<think>\n" and by_id.model_extra["stop_reason"] == end
+    assert by_id.text == "<think>" and by_id.model_extra["stop_reason"] == end
+    kept = client.completions.create(**settings, extra_body={"stop_token_ids": [end], **kept_stop}).choices[0]
+    assert kept.text == "<think>\n"
 
 
 def test_reasoning_and_tool_calls_are_told_apart(client: openai.OpenAI) -> None:
@@ -187,11 +190,22 @@ def test_a_streamed_chat_adds_up_to_the_whole_one(client: openai.OpenAI) -> None
 def test_chat_logprobs_name_the_likeliest_tokens(client: openai.OpenAI) -> None:
     [choice] = asked(client, "plain", logprobs=True, top_logprobs=2, max_tokens=6).choices
     assert "".join(one.token for one in choice.logprobs.content[:2]) == "Gr"
+    content = asked(client, "plain", logprobs=True).choices[0].logprobs.content
+    assert b"".join(bytes(one.bytes) for one in content).decode() == TEXTS["plain"]
     for one in choice.logprobs.content:
         assert one.top_logprobs[0].logprob == one.logprob >= one.top_logprobs[1].logprob
     chunks = asked(client, "plain", logprobs=True, top_logprobs=2, max_tokens=6, stream=True)
     streamed = [one for chunk in chunks if chunk.choices[0].logprobs for one in chunk.choices[0].logprobs.content]
     assert [one.token for one in streamed] == [one.token for one in choice.logprobs.content] and len(streamed) == 6
+
+
+def test_a_streamed_chat_gives_the_prompt_ids_too(client: openai.OpenAI) -> None:
+    body = {"return_token_ids": True}
+    whole = asked(client, "plain", max_tokens=1, extra_body=body)
+    chunks = list(asked(client, "plain", max_tokens=1, extra_body=body, stream=True))
+    assert [chunk.model_extra.get("prompt_token_ids") for chunk in chunks] == [
+        whole.model_extra["prompt_token_ids"], *[None] * (len(chunks) - 1)
+    ]  # fmt: skip
 
 
 def test_messages_of_every_role_reach_the_model_as_the_template_writes_them(http: httpx.Client) -> None:
@@ -282,6 +296,11 @@ def test_what_is_no_json_or_too_large_is_refused(http: httpx.Client, server: Ser
     assert http.get("completions").status_code == 405 and http.get("nothing").status_code == 404
     nested = b"[" * 100_000
     assert http.post("completions", content=nested, headers={"Content-Type": "application/json"}).status_code == 400
+    content, header = json.dumps({"model": "scripted", "prompt": "a\ud83d"}), {"Content-Type": "application/json"}
+    half = http.post("completions", content=content, headers=header)
+    assert half.status_code == 400 and "half of a surrogate pair, '\\ud83d'" in half.json()["error"]["message"]
+    content = json.dumps({"model": "scripted", "prompt": "\U0001f600", "max_tokens": 1})
+    assert http.post("completions", content=content, headers=header).status_code == 200
     with socket.create_connection(server.address, timeout=30) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
         connection.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 400000000\r\n\r\n".encode())

@@ -153,6 +153,20 @@ def test_stop_strings_and_ids_end_an_answer() -> None:
     assert len(run(engine(model), [GenerationRequest("0", tuple(row), over)])["0"]) == 60 and ends
 
 
+def test_likeliest_tokens_are_of_the_distribution_that_was_asked_for() -> None:
+    """At the temperature, among the three likeliest; beside a request for those of the model itself."""
+    params = SamplingParams(temperature=0.5, top_k=3, max_new_tokens=5, seed=3, logprobs=5)
+    both = (replace(params, logprobs_mode="processed"), params)
+    [row] = rows((6,))
+    found = run(engine(causal("qwen3")), [GenerationRequest(str(at), tuple(row), one) for at, one in enumerate(both)])
+    for event, raw in zip(found["0"], found["1"], strict=True):
+        assert dict(raw.top_logprobs)[raw.token_id] == pytest.approx(raw.raw_logprob, abs=1e-6)
+        scaled = torch.tensor([value for _, value in raw.top_logprobs[:3]]) / 0.5
+        assert [i for i, _ in event.top_logprobs] == [i for i, _ in raw.top_logprobs[:3]]
+        assert [v for _, v in event.top_logprobs] == pytest.approx(scaled.log_softmax(0).tolist(), abs=1e-5)
+        assert dict(event.top_logprobs)[event.token_id] == pytest.approx(event.logprob, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
@@ -160,6 +174,8 @@ def test_stop_strings_and_ids_end_an_answer() -> None:
         ((1, 300), GREEDY, "token id 300; the model has the ids 0 to 299"),
         ((1,), SamplingParams(max_new_tokens=0), "max_new_tokens=0"),
         ((1,), SamplingParams(adapter="x"), "no adapter is named 'x'"),
+        ((1,), SamplingParams(temperature=1e-40), "temperature=1e-40 is too low; set 0"),
+        ((1,), SamplingParams(stop_token_ids=(2, 300)), "stop_token_ids has 300; the model has the ids 0 to 299"),
         ((1,) * 60, SamplingParams(max_new_tokens=5), "60 tokens and 5 new ones exceed 64"),
     ],
 )

@@ -102,6 +102,12 @@ def test_a_nucleus_may_be_larger_than_where_it_is_first_sought(top_p: float) -> 
     assert (top_p > 0.1) == (int((p > 0).sum()) > TOPK_START)
 
 
+def test_a_nucleus_holds_the_likeliest_token_however_small_its_mass() -> None:
+    for rule in (SamplingRule(top_p=1e-15), SamplingRule(top_p=1e-15, top_k=4)):
+        drawn = sample_tokens(LOGITS.expand(20, -1), numbers(20), rule)
+        assert set(drawn.ids.tolist()) == {int(LOGITS.argmax())} and drawn.logprobs.abs().max() == 0
+
+
 def test_a_row_is_drawn_as_if_it_were_alone() -> None:
     logits = torch.randn(6, 700, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
     for rule in (*RULES, SamplingRule(top_p=0.999)):
