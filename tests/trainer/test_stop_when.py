@@ -74,7 +74,7 @@ def test_its_state_survives_a_resume_and_patience_begins_again_after_it_ended_a_
     )
 
 
-def test_a_resume_with_another_metric_begins_anew_and_says_so() -> None:
+def test_a_resume_with_another_metric_begins_again_and_says_so() -> None:
     stopped = check_callback(StopWhenConfig(metric="eval/accuracy"), steps=2, values={"eval/accuracy": 0.9})
     for config in (StopWhenConfig(metric="eval/loss"), StopWhenConfig(metric="eval/accuracy", mode="min")):
         said = list[str]()
