@@ -45,6 +45,7 @@ from runner.launch.slurm.srun_task import handle_slurm_signals
 from runner.model.model_folder import TOKENIZERS, adapter_base, check_model_folder, has_tokenizer, is_adapter, is_hub_id
 from runner.run_dir.folder import OUTPUTS, RunFolder, display_path, read_mapping
 from runner.run_dir.manifest import LIBRARIES, fingerprint
+from runner.run_dir.user_files import imported_files
 from runner.spec.base import iter_leaves
 from runner.spec.job import RECIPE, JobSpec
 from runner.tracker.text import labeled_line, print_text
@@ -55,6 +56,7 @@ NOT_IN_KEY = ("name", "tracker", "watch", "strict")  # these do not change the r
 JOB_ONLY = ("quantization", "router_replay")  # of the model: the recipe may train all weights, and sample nothing
 LAYOUT = ("launch", "parallelism")  # these change only the order of summation
 KEY_CHARACTERS = 16
+USER_CODE = re.compile(r"\.py:\w+$")  # FILE.py:NAME, as of reward=function
 
 
 class UpstreamRunFailed(RunnerError):
@@ -137,15 +139,25 @@ def _resolve_spec(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _files(key: str, value: Any) -> Iterator[tuple[str, int, int]]:
-    """Name, size and modification time of the files that an option names, if any."""
-    for text in value if isinstance(value, list) else [value]:
-        if not isinstance(text, str) or not ("/" in text or "." in text or key.endswith("path")):
+    """Name, size and modification time of the files that an option names, and that they import."""
+    for name, text in _texts(key, value):
+        if not ("/" in text or "." in text or name.endswith("path")):
             continue
-        path = Path(text).expanduser()
+        path = Path(USER_CODE.sub(".py", text)).expanduser()
         with suppress(OSError, ValueError):  # not a valid file name
-            inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+            inside = sorted(path.rglob("*")) if path.is_dir() else [path, *imported_files(path)]
             stats = [(str(file), file.stat()) for file in inside if file.is_file()]
-            yield from ((name, found.st_size, found.st_mtime_ns) for name, found in stats)
+            yield from ((file, found.st_size, found.st_mtime_ns) for file, found in stats)
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The texts in an option, each with its key; those of the parts of a reward, too."""
+    if isinstance(value, str):
+        yield key, value
+    for name, one in value.items() if isinstance(value, Mapping) else ():
+        yield from _texts(str(name), one)
+    for one in value if isinstance(value, list) else ():
+        yield from _texts(key, one)
 
 
 @cache

@@ -105,8 +105,9 @@ def cosine(config: CosineConfig, *, steps: int) -> Factor:
 def wsd(config: WsdConfig, *, steps: int) -> Factor:
     """1 until the last decay_steps, then a straight line to min_lr_ratio (Hu et al., 2404.06395, §4).
 
+    A tenth of the run is at most what the warm-up leaves.
     Departure from the paper: its final fall is exponential; a straight line is what its successors use.
     """
-    decay = config.decay_steps or max(steps // 10, 1)
     span = max(steps - config.warmup_steps, 1)
+    decay = config.decay_steps or min(max(steps // 10, 1), span)
     return _after_warmup(config, steps, lambda done: _decayed_factor(config, min(1.0, (1.0 - done) * span / decay)))

@@ -175,8 +175,10 @@ class StopWhen(BaseCallback):
         return f"{best}; {times} without improvement since, callbacks.stop_when.patience={self._config.patience}"
 
     def state_dict(self) -> State:
-        """The best value and what came after it."""
+        """The best value, of which metric it is, and what came after it."""
         return {
+            "metric": self._config.metric,
+            "sign": self._config.sign,
             "best": repr(self._best),
             "best_step": self._best_step,
             "without": self._without,
@@ -184,6 +186,13 @@ class StopWhen(BaseCallback):
         }
 
     def load_state_dict(self, state: State) -> None:
+        own = self.state_dict()
+        if any(
+            state.get(name, own[name]) != own[name] for name in ("metric", "sign")
+        ):  # older checkpoints have neither
+            before = f"the checkpoint compares {state['metric']} ({'max' if state['sign'] > 0 else 'min'})"
+            self._say(f"callbacks.stop_when: {before}; {self._config.metric} is compared from here on")
+            return
         self._best = float(state["best"])
         self._best_step, self._without = state["best_step"], state["without"]
         self._ended_early = state.get("ended_early", False)  # older checkpoints have none

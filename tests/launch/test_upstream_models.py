@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from runner.cli.job_builder import compose_job
 from runner.cli.main import main
 from runner.core.errors import SpecError
+from runner.launch import upstream_runs
 from runner.launch.upstream_runs import (
     UpstreamRunFailed,
     cache_key,
@@ -294,6 +295,21 @@ def test_a_key_is_of_all_that_makes_the_weights_and_of_nothing_else(stages: Path
     assert key() == with_file, "nor is what the recipe says of it"
     (stages / "d.jsonl").write_text('{"text": "another"}\n')
     assert key() != with_file, "files count with what is in them"
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_key_is_of_the_users_code_and_of_what_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_part: bool
+) -> None:
+    code, helper = tmp_path / "my_reward.py", tmp_path / "helper.py"
+    one = {"name": "function", "path": f"{code}:score"}
+    spec = {"reward": {"name": "sum", "parts": [one]} if is_part else one}
+    monkeypatch.setattr(upstream_runs, "_resolve_spec", lambda words: spec)
+    keys = []
+    for file, text in ((code, "import helper"), (helper, "A = 1"), (helper, "A = 10"), (code, "import helper, os")):
+        file.write_text(text)
+        keys.append(cache_key([]))
+    assert len({*keys}) == len(keys)
 
 
 def wait_for(path: Path, pattern: str) -> Path:

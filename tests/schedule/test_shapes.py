@@ -49,6 +49,8 @@ def test_wsd_is_flat_until_its_decay() -> None:
     assert factor(90) == pytest.approx(0.5) and factor(99) == pytest.approx(0.05)
     tenth = wsd(WsdConfig(), steps=100)
     assert tenth(90) == pytest.approx(1.0) and tenth(95) == pytest.approx(0.5)
+    late = wsd(WsdConfig(warmup_steps=95), steps=100)
+    assert [late(s) for s in range(94, 100)] == pytest.approx([95 / 96, 1.0, 0.8, 0.6, 0.4, 0.2]), "from the peak"
 
 
 def test_constant_and_a_run_of_one_step() -> None:

@@ -69,7 +69,20 @@ def test_its_state_survives_a_resume_and_patience_begins_again_after_it_ended_a_
     again.on_start(4)
     assert "best at step 1 (1); 3 measurements without improvement since" in said[0] and "again after step 4" in said[0]
     assert again.state_dict() == stopped | {"without": 0}
-    again.load_state_dict({name: value for name, value in stopped.items() if name != "ended_early"})  # an older one
+    again.load_state_dict(
+        {name: value for name, value in stopped.items() if name not in ("metric", "sign", "ended_early")}
+    )
+
+
+def test_a_resume_with_another_metric_begins_again_and_says_so() -> None:
+    stopped = check_callback(StopWhenConfig(metric="eval/accuracy"), steps=2, values={"eval/accuracy": 0.9})
+    for config in (StopWhenConfig(metric="eval/loss"), StopWhenConfig(metric="eval/accuracy", mode="min")):
+        said = list[str]()
+        again = StopWhen(config, decide=Decisions(), say=said.append)
+        first = again.state_dict()
+        again.load_state_dict(stopped.state_dict())
+        assert again.state_dict() == first
+        assert "the checkpoint compares eval/accuracy (max)" in said[0] and f"; {config.metric} is compared" in said[0]
 
 
 def test_patience_that_ends_at_the_planned_last_step_ended_nothing_early() -> None:

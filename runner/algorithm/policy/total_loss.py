@@ -23,7 +23,7 @@ from runner.algorithm.loss_registry import compute_selected
 from runner.algorithm.policy import losses as policy_losses
 from runner.algorithm.policy.config import PolicyConfig
 from runner.algorithm.policy.importance import sampler_mismatch, sequence_ratio, token_ratio
-from runner.core.batch import Batch, row_of_tokens
+from runner.core.batch import Batch, row_of_tokens, unit_spans
 from runner.core.metrics import Metrics
 from runner.interfaces import Loss, LossFn, Outputs, Role
 
@@ -91,8 +91,7 @@ class PolicyLoss:
         self, batch: Batch, total: Tensor, mask: Tensor, diagnostics: Mapping[str, Tensor], old: Tensor
     ) -> Metrics:
         metrics, count = Metrics(), mask.sum()
-        # the parts of a mini-batch add up to its loss, and several mini-batches to their mean
-        metrics.add("train/loss", total.detach(), count / batch.totals["tokens"] if batch.totals["tokens"] else 1)
+        metrics.add("train/loss", total.detach(), _share(batch))
 
         def mean(name: str, values: Tensor) -> None:
             values = values.to(total.dtype) if values.dtype == torch.bool else values.detach()
@@ -123,7 +122,7 @@ class ValueLoss:
         )
         total = torch.where(mask, tokens["weight"] * loss, 0).sum()
         metrics, count = Metrics(), mask.sum()
-        metrics.add("critic/loss", total.detach(), count / batch.totals["tokens"] if batch.totals["tokens"] else 1)
+        metrics.add("critic/loss", total.detach(), _share(batch))
         metrics.add("critic/clip_frac", (found["clipped"] & mask).sum(), count)
         metrics.add("critic/value", torch.where(mask, outputs["values"].detach(), 0).sum(), count)
         metrics.add("critic/return", torch.where(mask, tokens["returns"], 0).sum(), count)
@@ -151,6 +150,14 @@ class PolicyValueLoss:
         policy, value = self.policy(batch, outputs), self.value(batch, outputs)
         policy.metrics.merge(value.metrics)
         return Loss(policy.total + self.coefficient * value.total, policy.metrics)
+
+
+def _share(batch: Batch) -> float:
+    """The part that this is of its mini-batch, by units, trained on or not.
+
+    So the parts of a mini-batch add up to its loss, and several mini-batches to their mean.
+    """
+    return len(unit_spans(batch)) / batch.totals["units"]
 
 
 def teacher_log_ratio(teacher: Tensor, student: Tensor) -> Tensor:

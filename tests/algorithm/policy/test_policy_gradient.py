@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from runner.algorithm import experience_state, rollouts
 from runner.algorithm.explain import policy as formula
 from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
 from runner.core.errors import TrainingDiverged
+from runner.core.metrics import Metrics
 from runner.environment.config import NoEnvironmentConfig
 from runner.interfaces import Completion, EnvironmentFactory, StepResult
 from runner.sampler.config import TorchSamplerConfig
@@ -217,6 +219,30 @@ def test_dropped_groups_are_counted_or_not(aggregation: str, mini_batches: int) 
         assert 0 < share < 1
         dropped = first_gradients(base, rate=some)
         assert_near(counted, {name: g * (1 - share) for name, g in dropped.items()}, 1e-5)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2, 4])
+@pytest.mark.parametrize("kind", [partial(GrpoConfig, count_dropped_groups=True), partial(PpoConfig, group_size=2)])
+def test_the_measured_loss_is_the_mean_of_the_losses_of_the_mini_batches(
+    kind: Callable[..., PolicyConfig], mini_batches: int
+) -> None:
+    """However they are cut, and where groups or whole mini-batches train nothing."""
+    config = kind(batch_size=4, mini_batches=mini_batches, epochs=2, micro_batch_tokens=20, entropy_coef=0.1)
+
+    def some(completion: Completion) -> float | None:
+        return (0.5 if config.name == "grpo" else None) if len(completion.prompt.ids) % 2 else even_bytes(completion)
+
+    job = job_of(config, rate=some)
+    job.publish(0)
+    metrics, losses = Metrics(), list[float]()
+    for batch in job.algorithm.prepare(job.algorithm.collect(0), job.models):
+        learner: Any = job.learners["policy"]
+        learner.begin_step(0)
+        loss = job.algorithm.losses["policy"]
+        losses.append(float(loss(batch, learner.forward(batch, loss.needs)).total))
+        metrics.merge(learner.update(batch, loss)())
+    assert metrics.result()["train/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert sum(losses) < -0.1
 
 
 def test_no_kl_and_no_entropy_of_counted_groups_is_trained() -> None:
