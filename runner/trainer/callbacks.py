@@ -187,9 +187,7 @@ class StopWhen(BaseCallback):
 
     def load_state_dict(self, state: State) -> None:
         own = self.state_dict()
-        if any(
-            state.get(name, own[name]) != own[name] for name in ("metric", "sign")
-        ):  # older checkpoints have neither
+        if any(state.get(name, own[name]) != own[name] for name in ("metric", "sign")):  # absent in older checkpoints
             before = f"the checkpoint compares {state['metric']} ({'max' if state['sign'] > 0 else 'min'})"
             self._say(f"callbacks.stop_when: {before}; {self._config.metric} is compared from here on")
             return
