@@ -24,6 +24,11 @@ NOTED_BYTES = 2**24  # a smaller file is read in less time than a note saves
 SETTLED_S = 2.0  # a file that was changed later than this may change again within the clock of its file system
 
 
+def lock_path(path: Path) -> Path:
+    """The file that is locked while a path of the cache is made or checked."""
+    return path.with_name(f".{path.name}.lock")
+
+
 @contextmanager
 def cache_lock(path: Path) -> Iterator[None]:
     """Lock a path of the cache, which the ranks of a job need at the same time.
@@ -33,7 +38,7 @@ def cache_lock(path: Path) -> Iterator[None]:
     remedy = "; free space, set the variable RUNNER_CACHE to another folder, or set data.cache=false"
     with storage_errors(f"cannot write the token cache {path}", remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.parent / f".{path.name}.lock") as lock:
+        with FileLock(lock_path(path)) as lock:
             waits = Timer(WAIT_S, log.info, ("waiting for another process, which writes %s", path))
             waits.start()
             try:

@@ -15,8 +15,8 @@ its checksums and made again. Files are read for that only where the file system
 from __future__ import annotations
 
 import json
+import platform
 import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -30,8 +30,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from runner.core.file_lock import is_locked
 from runner.core.fsync_io import sha256
-from runner.data.cache_files import cache_lock, file_state
+from runner.data.cache_files import cache_lock, file_state, lock_path
 from runner.data.columns import ColumnWriter, read_columns
 from runner.data.items import QUESTIONS
 from runner.data.sampling_order import RefillOrders, apportion
@@ -166,7 +167,9 @@ def _open(folder: Path, schema: pa.Schema) -> TokenizedTable:
 
 
 def _build(folder: Path, schema: pa.Schema, fill: Fill) -> None:
-    aside = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder.parent))
+    _remove_leftovers(folder)
+    aside = _staging(folder)
+    aside.mkdir(mode=0o700)
     try:
         with ExitStack() as files:
             writer = ColumnWriter(schema, lambda name: files.enter_context((aside / name).open("wb")))
@@ -178,6 +181,18 @@ def _build(folder: Path, schema: pa.Schema, fill: Fill) -> None:
         _rename(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _staging(folder: Path) -> Path:
+    return folder.with_name(f".staging-{folder.name}-{platform.node()}")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete what killed processes of this machine have left; `folder` is locked by this one."""
+    shutil.rmtree(_staging(folder), ignore_errors=True)
+    for left in folder.parent.glob(str(_staging(Path("*")))):
+        if not is_locked(lock_path(folder.with_name(left.name.split("-")[1]))):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _rename(aside: Path, folder: Path) -> None:

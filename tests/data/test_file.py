@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem, StorageError
+from runner.data.cache_files import cache_lock
 from runner.data.chat import Renderer
 from runner.data.chat_template import install_template
 from runner.data.config import ChatConfig, FileConfig
@@ -140,6 +142,16 @@ def test_the_cache_is_used_and_a_damaged_one_made_again(
     (folder / "ids.item").unlink()
     assert data(tokenizer, tmp_path, path=path).take(0, 20) == items
     assert caches(tmp_path) == [folder] and not list((tmp_path / "cache").glob(".staging-*"))
+
+
+def test_what_killed_processes_left_is_deleted(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    cache, other = tmp_path / "cache", "another-machine"
+    for name in (f"killed-{platform.node()}", f"running-{platform.node()}", f"killed-{other}"):
+        (cache / f".staging-{name}").mkdir(parents=True)
+    with cache_lock(cache / "running"):
+        data(tokenizer, tmp_path, path=jsonl(TALKS))
+    left = {path.name for path in cache.glob(".staging-*")}
+    assert left == {f".staging-running-{platform.node()}", f".staging-killed-{other}"}
 
 
 def test_a_faulty_file_leaves_no_cache(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
