@@ -98,7 +98,7 @@ class CapturedOutput:
 
 START_S = 120.0  # for importing the file and what it imports
 END_S = 10.0
-GOING_S = 1.0  # between the end of a socket and the end of its process
+GOING_S = 10.0  # between the end of a socket and the end of its process
 LINE_BYTES = 2000
 STACK_BYTES = 1 << 20
 READ_BYTES = 1 << 16

@@ -98,11 +98,12 @@ def _wait(child: int, parent: int, connection: int, woken: int) -> int | None:
     status = None
     while status is None:
         ready = dict(waiting.poll(LOOK_S * 1000))
-        if connection in ready or os.getppid() != parent:
-            return None
-        if woken in ready and signal.SIGTERM in os.read(woken, 4096):
-            return None
-        status = _reap_children(child)
+        ends = connection in ready or os.getppid() != parent
+        if woken in ready:
+            ends |= signal.SIGTERM in os.read(woken, 4096)
+        status = _reap_children(child)  # also where something else ends the wait: the child may have ended before
+        if ends:
+            break
     return status
 
 
