@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from runner.core.file_lock import is_locked
+from runner.core.file_lock import FileLock
 from runner.core.fsync_io import sha256
 from runner.data.cache_files import cache_lock, file_state, lock_path
 from runner.data.columns import ColumnWriter, read_columns
@@ -191,7 +191,8 @@ def _remove_leftovers(folder: Path) -> None:
     """Delete what killed processes of this machine have left; `folder` is locked by this one."""
     shutil.rmtree(_staging(folder), ignore_errors=True)
     for left in folder.parent.glob(str(_staging(Path("*")))):
-        if not is_locked(lock_path(folder.with_name(left.name.split("-")[1]))):
+        with suppress(BlockingIOError), FileLock(lock_path(folder.with_name(left.name.split("-")[1]))) as lock:
+            lock.acquire()
             shutil.rmtree(left, ignore_errors=True)
 
 

@@ -257,10 +257,9 @@ def _load_adapted(path: str) -> tuple[Any, Any]:
     """The same of an adapter and its base, merged in float32; the adapter holds the head."""
     import peft
 
-    of = peft.PeftConfig.from_pretrained(path)
-    module, info = _load_weights(
-        str(of.base_model_name_or_path), revision=of.revision, num_labels=1, dtype=torch.float32
-    )
+    adapter = peft.PeftConfig.from_pretrained(path)
+    base, revision = str(adapter.base_model_name_or_path), adapter.revision
+    module, info = _load_weights(base, revision=revision, num_labels=1, dtype=torch.float32)
     info["missing_keys"] = {name for name in info["missing_keys"] if not name.startswith(("score.", "classifier."))}
     with warnings.catch_warnings(action="ignore"):  # of peft's own deprecated calls
         return peft.PeftModel.from_pretrained(module, path).merge_and_unload(), info
