@@ -132,7 +132,7 @@ def test_a_sweep_that_is_killed_loses_nothing_and_its_jobs_go_on(
 ) -> None:
     names = ["good", "raises", "saves", "good", "good"]
     process = sweep_process(names, parallel=1)
-    until(lambda: runs(tmp_path, 2) and "running" in toy.states(only_sweep(tmp_path)))  # recorded after it has begun
+    until(lambda: runs(tmp_path, 2) and toy.states(only_sweep(tmp_path))[2] == "running")  # recorded after it has begun
     process.kill()
     process.wait()
     folder = only_sweep(tmp_path)
