@@ -124,6 +124,8 @@ def build_model(
     model = _place_model(make, world, device, decide, spec.model.kernels)
     if spec.model.compile:
         model.compile(decide)
+    elif spec.model.compile is None and world is not None and device.torch_device.type == spec.device.compiles_for:
+        model.compile(decide, spec.model.compile_objection(spec))
     return model
 
 

@@ -57,6 +57,11 @@ class DeviceConfig(ComponentConfig):
         """The resources that a job requests: cards of its kind; cores for simulated cards."""
         return self.kind
 
+    @property
+    def compiles_for(self) -> str | None:
+        """The type of torch device that layers are compiled for without `model.compile`; None = none."""
+        return None
+
     def quantization_problem(self) -> str | None:
         """Why a base cannot be quantized there; None = it can."""
         return None
@@ -139,6 +144,10 @@ class CudaConfig(DeviceConfig):
     @property
     def kind(self) -> Kind:
         return CUDA
+
+    @property
+    def compiles_for(self) -> str:
+        return "cuda"
 
     def matmul_precision(self, dtype: str) -> str:
         return "tf32" if dtype == "float32" and self.tf32 else dtype
@@ -263,6 +272,11 @@ class AutoConfig(DeviceConfig):
     def kind(self) -> Kind:
         """The kind of device that will probably be chosen; it is known after torch is imported."""
         return self._likely_device().kind
+
+    @property
+    def compiles_for(self) -> str | None:
+        """That of the device that will probably be chosen."""
+        return self._likely_device().compiles_for
 
     def quantization_problem(self) -> str | None:
         return self._likely_device().quantization_problem()

@@ -37,6 +37,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Decide
 from runner.model.attention_operator import define_packed_attention
+from runner.model.config import ModelConfig
+from runner.model.router_replay import find_routers
 
 OPTION = "model.gradient_checkpointing"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -137,7 +139,30 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def compile_objection(inner: Any, layers: Sequence[nn.Module], *, is_recomputed: bool) -> str | None:
+def compile_layers(
+    inner: Any, layers: Sequence[nn.Module], config: ModelConfig, decide: Decide, objection: str | None = None
+) -> CompiledLayers | None:
+    """Compile the layers of a model with its adapter; None where they stay as they are.
+
+    objection: why the job excludes it where `model.compile` is left out. `decide` records what is done then, and why
+    `model.compile=true` is not possible. Raises EnvironmentProblem where it is true and torch has no compiler.
+    """
+    is_recomputed = bool(config.gradient_checkpointing)
+    objection = objection or _layers_objection(inner, layers, is_recomputed)
+    if not config.compile:
+        if objection is None and is_recomputed and find_routers(inner):
+            objection = "routers of layers that are recomputed and compiled would be neither counted nor replayed"
+        objection = objection or compiler_problem(inner.device)
+        reason = objection or f"the default on {inner.device.type}; type model.compile=false to turn it off"
+        decide.record_fact("model.compile", "true" if objection is None else "false", reason)
+    elif objection is not None:
+        decide("model.compile", "true", "false", objection)
+    elif (problem := compiler_problem(inner.device)) is not None:
+        raise EnvironmentProblem(f"model.compile=true: {problem}, or leave it out")
+    return None if objection else CompiledLayers(layers)
+
+
+def _layers_objection(inner: Any, layers: Sequence[nn.Module], is_recomputed: bool) -> str | None:
     """Why a model's layers, with their adapter, stay as they are; None = they can be compiled."""
     if not layers:
         return f"{type(inner).__name__} does not declare its layer classes"
@@ -177,17 +202,16 @@ class CompiledLayers:
 
 
 @cache
-def refuse_without_compiler(device: torch.device) -> None:
-    """Raise EnvironmentProblem where torch cannot compile for `device`: it is tried with a sum."""
+def compiler_problem(device: torch.device) -> str | None:
+    """Why torch cannot compile for `device`, and what to install: it is tried with a sum. None = it can."""
 
     def double(numbers: Tensor) -> Tensor:
         return numbers + numbers
 
     try:
         torch.compile(double, **OPTIONS)(torch.ones(4, device=device))
+        return None
     except RuntimeError as error:  # of whatever kind a compiler fails with
         said = str(error).strip().splitlines()[0]
         needs = "a C++ compiler (g++) on the path" if device.type == "cpu" else "its device's compiler, e.g. triton"
-        raise EnvironmentProblem(
-            f"model.compile=true: torch cannot compile for {device.type}: {said}\n  install {needs}, or leave it out"
-        ) from error
+        return f"torch cannot compile for {device.type}: {said}; install {needs}"

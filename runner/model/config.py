@@ -58,9 +58,10 @@ class ModelConfig(ComponentConfig):
     activation_offloading: bool = Field(
         default=False, description="Offload the inputs of recomputed layers to host memory: less device memory, slower."
     )
-    compile: bool = Field(
-        default=False,
-        description="Compile the decoder layers (torch.compile): the first step is slow, later steps are faster.",
+    compile: bool | None = Field(
+        default=None,
+        description="Compile the decoder layers (torch.compile): the first step is slow, later steps are faster. "
+        "null = true in training on cuda where it works, else false.",
     )
     kernels: Literal["liger"] | None = Field(
         default=None,
@@ -194,6 +195,12 @@ class ModelConfig(ComponentConfig):
         if job.sampler.weights_to_send() == ("adapter",):
             text = "the server's base is not quantized, so the adapter would run on different base weights"
             yield f"{text}; type sampler.weight_sync=reload"
+
+    def compile_objection(self, job: Any) -> str | None:
+        """Why layers are not compiled by default; None = nothing in the job excludes it."""
+        kernels = [] if self.kernels is None else [f"model.kernels={self.kernels}"]
+        used = " and ".join([*self._uncompilable(job), *kernels])
+        return f"{used} is not tested with torch.compile" if used else None
 
     def _uncompilable(self, job: Any) -> Iterator[str]:
         """Options of a job that exclude compiled layers."""

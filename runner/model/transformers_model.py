@@ -144,16 +144,11 @@ class TransformersModel(SharedByAdapters, WithRouters):
         if not self.is_padded:
             set_text_attention(self.inner, before)
 
-    def compile(self, decide: Decide) -> None:
-        """Compile the layers, in their final layout. Raises EnvironmentProblem where torch cannot compile."""
-        from runner.model.checkpointing_and_compile import CompiledLayers, compile_objection, refuse_without_compiler
+    def compile(self, decide: Decide, objection: str | None = None) -> None:
+        """Compile the layers, in their final layout. See `compile_layers`."""
+        from runner.model.checkpointing_and_compile import compile_layers
 
-        layers = self.transformer_blocks()
-        if reason := compile_objection(self.inner, layers, is_recomputed=bool(self.config.gradient_checkpointing)):
-            decide("model.compile", "true", "false", reason)
-            return
-        refuse_without_compiler(self.device)
-        self._compiled = CompiledLayers(layers)
+        self._compiled = compile_layers(self.inner, self.transformer_blocks(), self.config, decide, objection)
 
     def merge_on_save(self) -> None:
         """Let `save` merge the adapter. Raises SpecError if there is none, or it cannot be merged."""

@@ -172,7 +172,9 @@ def build_server(spec: JobSpec, folder: RunFolder, decide: Decisions, place: Ran
     """Load the base, on all ranks. Random weights are written to base/ of the run."""
     device = build_device(spec, decide)
     world: ParallelContext = default_registry().factory(spec.parallelism)(spec.parallelism, device=device, place=place)
-    shared = spec.model_copy(update={"adapter": SharedBaseConfig(**spec.adapter.model_dump())})
+    # with adapters that are attached and removed, compiled layers are not tested
+    base = spec.model.model_copy(update={"compile": bool(spec.model.compile)})
+    shared = spec.model_copy(update={"adapter": SharedBaseConfig(**spec.adapter.model_dump()), "model": base})
     model = build_model(shared, build_tokenizer(spec, decide), device, decide, world=world, trains=False)
     name = _base_name(spec, model, folder, place)
     store = ClientStore(folder.root / "clients")

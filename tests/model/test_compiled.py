@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -19,15 +20,19 @@ from torch._dynamo.utils import counters
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
+from runner.build import build_device, build_model, build_tokenizer
 from runner.cli.job_builder import compose_job
+from runner.cli.main import main
 from runner.core.auto_choices import Decisions
-from runner.core.errors import SpecError
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.core.prefix_tree import pack_trees
+from runner.device.config import CpuConfig
 from runner.device.cuda import FlashAttention
 from runner.model import checkpointing_and_compile
 from tests.device import operators
 from tests.device.cases import trees
 from tests.model.zoo import LOGPROBS, batch, causal, gradients, greedy, relative, rows
+from tests.parallelism.worlds import alone
 
 SHAPES = [(7, 1, 19), (5, 5), (30, 2, 12, 4, 4), (11,), (3, 17, 8)]
 FLOAT32 = 2e-5  # of the largest gradient
@@ -38,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointing_and_compile, "OPTIONS", {"dynamic": True, "backend": "aot_eager"})
-    monkeypatch.setattr(checkpointing_and_compile, "refuse_without_compiler", lambda _: None)
+    monkeypatch.setattr(checkpointing_and_compile, "compiler_problem", lambda _: None)
     torch._dynamo.reset()
     counters.clear()
 
@@ -141,7 +146,7 @@ def test_inductor_gives_the_same_numbers(kind: str, options: dict[str, Any], lim
 
 @pytest.mark.usefixtures("traced")
 def test_a_model_that_does_not_name_its_layers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, decisions = causal("qwen2"), Decisions()
+    model, decisions = causal("qwen2", compile=True), Decisions()
     monkeypatch.setattr(model.inner, "_no_split_modules", None)
     model.compile(decisions)
     assert [(d.feature, d.got) for d in decisions.entries] == [("model.compile", "false")]
@@ -149,21 +154,95 @@ def test_a_model_that_does_not_name_its_layers_says_so(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_recomputed_layers_with_an_adapter_on_experts_stay_uncompiled_and_this_is_said() -> None:
-    model = made("qwen3_moe", False, 0.0, gradient_checkpointing=True)
+    model = made("qwen3_moe", False, 0.0, gradient_checkpointing=True, compile=True)
     model.compile(decisions := Decisions())
     assert [(d.feature, d.got) for d in decisions.entries] == [("model.compile", "false")] and model._compiled is None
 
 
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuConfig, "compiles_for", "cpu")
+
+
+def trained(*words: str, world: bool = True) -> tuple[Any, list[tuple[str, bool, str]]]:
+    """A job's model, and what was said of its layers: value, whether it is a fact, reason."""
+    spec, decide = compose_job(list(words)).spec, Decisions()
+    device, tokenizer = build_device(spec, decide), build_tokenizer(spec, decide)
+    model = build_model(spec, tokenizer, device, decide, world=alone() if world else None)
+    return model, [(d.got, d.is_fact, d.reason) for d in decide.entries if d.feature == "model.compile"]
+
+
+@pytest.mark.usefixtures("traced", "as_on_cuda")
+def test_by_default_layers_are_compiled_where_they_can_be_and_it_is_said() -> None:
+    model, said = trained("model=tiny")
+    assert said == [("true", True, "the default on cpu; type model.compile=false to turn it off")]
+    assert model._compiled is not None
+    with torch.no_grad():
+        model.outputs(batch((3, 5)), LOGPROBS)
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.usefixtures("traced", "as_on_cuda")
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["adapter=lora", "model.quantization=int8"], "model.quantization=int8 is not tested with torch.compile"),
+        (["model=tiny_moe", "model.gradient_checkpointing=true"], "routers of layers that are recomputed and"),
+    ],
+)
+def test_by_default_they_stay_as_they_are_where_something_would_be_lost(words: list[str], reason: str) -> None:
+    model, [(value, is_fact, said)] = trained(*words)
+    assert model._compiled is None and (value, is_fact) == ("false", True) and said.startswith(reason)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_by_default_a_missing_compiler_is_a_fact_and_on_request_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing_and_compile, "compiler_problem", lambda device: f"none for {device}; install one")
+    model, said = trained("model=tiny")
+    assert model._compiled is None and said == [("false", True, "none for cpu; install one")]
+    with pytest.raises(EnvironmentProblem, match=r"^model\.compile=true: none for cpu; install one, or leave it out$"):
+        trained("model=tiny", "model.compile=true")
+
+
+@pytest.mark.usefixtures("traced", "as_on_cuda")
+def test_by_default_what_only_answers_is_not_compiled() -> None:
+    model, said = trained("model=tiny", world=False)
+    assert model._compiled is None and not said
+    assert trained("model=tiny", "model.compile=false")[0]._compiled is None
+
+
+def test_the_default_is_that_of_the_device() -> None:
+    found = {name: compose_job([f"device={name}"]).spec.model.compile for name in ("cpu", "cuda", "npu")}
+    assert found == {"cpu": False, "cuda": None, "npu": False}
+    spec = compose_job(["device=cuda", "parallelism=tp", "launch.devices=2", "model.kernels=liger"]).spec
+    assert spec.model.compile_objection(spec) == (
+        "parallelism.tp=2 and model.kernels=liger is not tested with torch.compile"
+    )
+
+
+def test_a_layer_that_torch_cannot_compile_is_no_bug_of_this_project(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(checkpointing_and_compile, "OPTIONS", {"dynamic": True, "backend": fail})
+    monkeypatch.setattr(checkpointing_and_compile, "compiler_problem", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()
+    assert main(["+recipe=sft_demo", "steps=1", "model.compile=true", "--folder", "compiled"]) == 2
+    said = capsys.readouterr().err
+    assert "torch could not compile a layer: BackendCompilerFailed: " in said and "type model.compile=false" in said
+
+
 def test_without_a_compiler_it_is_an_error_that_says_what_to_install() -> None:
     program = (
-        "import torch\nfrom runner.core.errors import EnvironmentProblem\n"
-        "from runner.model.checkpointing_and_compile import refuse_without_compiler\n"
-        "try: refuse_without_compiler(torch.device('cpu'))\n"
-        "except EnvironmentProblem as error: print(error)"
+        "import torch\nfrom runner.model.checkpointing_and_compile import compiler_problem\n"
+        "print(compiler_problem(torch.device('cpu')))"
     )
     own = {"CXX": "no-such-compiler", "PATH": "/nowhere", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=own, capture_output=True, text=True)
-    assert "model.compile=true: torch cannot compile for cpu" in done.stdout, done.stderr
+    assert "torch cannot compile for cpu" in done.stdout, done.stderr
     assert "install a C++ compiler (g++)" in done.stdout
 
 

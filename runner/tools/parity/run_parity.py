@@ -32,8 +32,7 @@ def record_steps(spec: JobSpec, steps: int, path: Path) -> Recording:
 
     Raises StorageError, and SpecError for a job of several processes.
     """
-    _refuse_unsupported(spec)
-    recording = _run_steps(prepare_spec(spec), steps, None, lambda start: None)
+    recording = _run_steps(_prepare(spec), steps, None, lambda start: None)
     write(path, recording)
     return recording
 
@@ -43,8 +42,7 @@ def compare_with(recorded: Recording, spec: JobSpec, tolerance: float, show: Cal
 
     Raises ParityError where they differ; SpecError, DataError or CheckpointError where they cannot be compared.
     """
-    _refuse_unsupported(spec)
-    spec = prepare_spec(spec)
+    spec = _prepare(spec)
     refuse_other_job(recorded.spec, spec)
     here = _run_steps(spec, len(recorded.steps), recorded, lambda start: refuse_other_start(recorded, start))
     found = compare(recorded, here, sampled=spec.algorithm.needs_sampler)
@@ -53,13 +51,16 @@ def compare_with(recorded: Recording, spec: JobSpec, tolerance: float, show: Cal
         raise ParityError(disagreement_text(found, tolerance))
 
 
-def _refuse_unsupported(spec: JobSpec) -> None:
+def _prepare(spec: JobSpec) -> JobSpec:
+    """The job as it is run, without compiled layers; raises SpecError for what cannot be recorded."""
     if spec.launch.world > 1:
         text = f"run parity uses one process, but this job has {spec.launch.world}"
         raise SpecError([Problem("launch.devices", f"{text}; type launch.devices=1 launch.nodes=1 parallelism=single")])
     if spec.model.compile:
         text = "run parity hooks every module, but compiled layers have no modules inside; leave it out"
         raise SpecError([Problem("model.compile", text)])
+    spec = prepare_spec(spec)
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"compile": False})})
 
 
 def _run_steps(spec: JobSpec, steps: int, given: Recording | None, accept: Callable[[Recording], None]) -> Recording:
