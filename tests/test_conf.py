@@ -214,7 +214,6 @@ def test_our_composition_is_hydras(words: list[str], workdir: Path) -> None:
         theirs["model"]["path"] = "x"  # type: ignore[index,call-overload]
     dtype = "float32" if ours["device"]["name"] == "cpu" else "bfloat16"
     theirs["model"]["dtype"] = dtype  # type: ignore[index,call-overload]  # null, which is the device's to say
-    theirs["model"]["compile"] = False  # type: ignore[index,call-overload]  # null too
     if theirs["name"] == "auto":  # type: ignore[index,call-overload]
         theirs["name"] = "tiny-demo"  # type: ignore[index,call-overload]
     theirs["callbacks"] = {}  # type: ignore[index,call-overload]  # none is chosen

@@ -291,12 +291,10 @@ def _left_over(problem: Problem, chosen: Classes, keys: OptionIndex) -> bool:
 
 
 def _with_device_defaults(job: JobSpec) -> JobSpec:
-    """The job with its name, the data types of its device and whether to compile, where left out."""
+    """The job with its name and the data types that its device computes in, where they were left out."""
     model = job.model
     if model.dtype is None:
         model = model.model_copy(update={"dtype": job.device.default_dtype})
-    if model.compile is None and job.device.compiles_for is None:
-        model = model.model_copy(update={"compile": False})
     reward = job.reward.with_dtype(model.compute_dtype)
     name = _name_from_parts(job) if job.name == AUTO_NAME else job.name
     return job.model_copy(update={"name": name, "model": model, "reward": reward})

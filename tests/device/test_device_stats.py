@@ -92,12 +92,14 @@ def test_a_program_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_the_process_tells_what_it_takes() -> None:
+    began = time.monotonic()
     read = process_stats_reader()
     end = time.process_time() + 0.1
     while time.process_time() < end:
         pass
     found = read()
-    assert 10 < found["utilization_percent"] <= 1000 and 10e6 < found["resident_bytes"] < 100e9
+    least = 0.7 * 100 * 0.1 / (time.monotonic() - began)  # other processes may take most of the cores
+    assert least < found["utilization_percent"] <= 1000 and 10e6 < found["resident_bytes"] < 100e9
 
 
 def ended(activity: DeviceStats) -> dict[str, float]:
