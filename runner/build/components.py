@@ -125,7 +125,10 @@ def build_model(
     if spec.model.compile:
         model.compile(decide)
     elif spec.model.compile is None and world is not None and device.torch_device.type == spec.device.compiles_for:
-        model.compile(decide, spec.model.compile_objection(spec))
+        if reason := spec.model.compile_objection(spec):
+            decide.record_fact("model.compile", "false", reason)
+        else:
+            model.compile(decide)
     return model
 
 

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (full := full_disk_error(error)) is not None:
             _print_error(str(full))
             return full.exit_code
-        fault = _compiler_fault(error) or plug_in_fault(error)
+        fault = plug_in_fault(error)
         bug = f"this is a bug in this project: {type(error).__name__}: {error}"
         _print_error(_with_traceback(fault or bug, debug))
         return RunnerError.exit_code if fault is None else EnvironmentProblem.exit_code
@@ -127,14 +127,6 @@ def _print_error(message: str) -> None:
 
     print("\033[31merror:\033[0m " if red else "error: ", end="", file=sys.stderr)
     print_text(redact(message), file=sys.stderr)  # in a sweep or a queue, the screen is a file
-
-
-def _compiler_fault(error: Exception) -> str | None:
-    """That torch could not compile a layer, and what to type; None for any other error."""
-    if not type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
-        return None
-    said = (str(error).strip().splitlines() or [""])[0]
-    return f"torch could not compile a layer: {type(error).__name__}: {said}\n  type model.compile=false"
 
 
 def _with_traceback(summary: str, debug: bool) -> str:

@@ -274,9 +274,9 @@ class AutoConfig(DeviceConfig):
         return self._likely_device().kind
 
     @property
-    def compiles_for(self) -> str | None:
-        """That of the device that will probably be chosen."""
-        return self._likely_device().compiles_for
+    def compiles_for(self) -> str:
+        """That of the only device that has one: which device it is, is known where the job runs."""
+        return "cuda"
 
     def quantization_problem(self) -> str | None:
         return self._likely_device().quantization_problem()

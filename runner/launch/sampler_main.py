@@ -20,7 +20,7 @@ from runner.launch.heartbeat import HeartbeatWriter
 from runner.launch.multi_node import LOOPBACK, SAMPLER_HOST
 from runner.launch.rank_main import exit_process, load_spec, run_and_report
 from runner.launch.run_messages import console_logging
-from runner.launch.session import translate_memory_errors
+from runner.launch.session import translate_device_errors
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.user_files import with_copied_files
 from runner.sampler.server.job_token import job_token, take_token
@@ -53,7 +53,7 @@ def _serve(folder: RunFolder, attempt: int, index: int) -> None:
         from runner.build.samplers import build_worker_sampler
         from runner.inference.rollout_server import serve
 
-        with translate_memory_errors(spec):
+        with translate_device_errors(spec):
             sampler, stats, images = build_worker_sampler(spec, decide, folder)
             stats.on_start(0)
             token, host = job_token(), os.environ.get(SAMPLER_HOST, LOOPBACK)

@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DeadlineExceeded, Interrupted, OutOfMemory, Problem, RankLost, SpecError
+from runner.core.errors import (
+    DeadlineExceeded,
+    EnvironmentProblem,
+    Interrupted,
+    OutOfMemory,
+    Problem,
+    RankLost,
+    SpecError,
+)
 from runner.core.package import import_frozen
 from runner.core.rank_info import RankInfo, is_connection_loss, is_timeout
 from runner.core.signals import StopSignal, signal_name
@@ -48,6 +56,7 @@ if TYPE_CHECKING:
     from runner.checkpoint.store import CheckpointStore, LoadedCheckpoint
     from runner.interfaces import Device, RankCollectives
 
+COMPILER = ("torch._dynamo.", "torch._inductor.")  # modules of its errors
 HOST_MEMORY = ("can't start new thread", "DefaultCPUAllocator: can't allocate memory")  # how errors say that it is full
 WITHOUT_CALLBACKS = "'callbacks=[]'"  # how a run that a callback ended early is resumed
 
@@ -92,7 +101,7 @@ class Session:
     def _serve(self, console: Console) -> None:
         """Serve clients of `run tinker` until a signal, or until tinker.command ends. Raises Interrupted."""
         records, store = self._prepare(console)
-        with self.stop.interrupt_immediately(), translate_memory_errors(self.spec):
+        with self.stop.interrupt_immediately(), translate_device_errors(self.spec):
             import_frozen("runner.build")
             from runner.tinker import server
 
@@ -120,10 +129,10 @@ class Session:
         records, store = self._prepare(console)
         ending = "failed"
         try:
-            with self.stop.interrupt_immediately(), translate_memory_errors(self.spec):
+            with self.stop.interrupt_immediately(), translate_device_errors(self.spec):
                 built, first = self._build(records, console)
                 records.describe(_device_facts(built.job.device), self._process_facts(built.world.world_peers))
-            with translate_memory_errors(self.spec):
+            with translate_device_errors(self.spec):
                 seconds, steps = self._loop(built, first, console)
             ending = "done"
         finally:
@@ -260,22 +269,30 @@ def _device_facts(device: Device) -> dict[str, Any]:
 
 
 @contextmanager
-def translate_memory_errors(spec: JobSpec) -> Iterator[None]:
-    """Raise OutOfMemory with advice if the device's memory is exhausted."""
+def translate_device_errors(spec: JobSpec) -> Iterator[None]:
+    """Raise OutOfMemory if memory is exhausted, EnvironmentProblem if torch cannot compile a layer."""
     import torch
 
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        now = spec.algorithm.micro_batch_tokens or "null: a line at the start has its number"
-        raise OutOfMemory(
-            f"the device's memory is exhausted: {str(error).splitlines()[0]}\n"
-            f"  lower algorithm.micro_batch_tokens (now {now}; same update), or set model.gradient_checkpointing=true"
-        ) from error
     except (MemoryError, RuntimeError) as error:
+        cause = getattr(error, "inner_exception", error)  # what torch's compiler failed with
+        if isinstance(cause, torch.OutOfMemoryError):
+            raise OutOfMemory(_memory_advice(spec, cause)) from error
+        if spec.model.compile is not False and type(error).__module__.startswith(COMPILER):
+            text = f"torch cannot compile a layer: {type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+            raise EnvironmentProblem(f"{text}\n  type model.compile=false, also to resume the run") from error
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in HOST_MEMORY):
             raise
         raise OutOfMemory(
             f"this process gets no more memory or threads: {str(error) or type(error).__name__}\n"
             "  raise the limits of the shell or the container (ulimit -v, ulimit -u), or use a smaller model"
         ) from error
+
+
+def _memory_advice(spec: JobSpec, error: BaseException) -> str:
+    now = spec.algorithm.micro_batch_tokens or "null: a line at the start has its number"
+    return (
+        f"the device's memory is exhausted: {str(error).splitlines()[0]}\n"
+        f"  lower algorithm.micro_batch_tokens (now {now}; same update), or set model.gradient_checkpointing=true"
+    )

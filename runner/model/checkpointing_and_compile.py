@@ -37,7 +37,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Decide
 from runner.model.attention_operator import define_packed_attention
-from runner.model.config import ModelConfig
 from runner.model.router_replay import find_routers
 
 OPTION = "model.gradient_checkpointing"
@@ -139,35 +138,42 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def compile_layers(
-    inner: Any, layers: Sequence[nn.Module], config: ModelConfig, decide: Decide, objection: str | None = None
-) -> CompiledLayers | None:
-    """Compile the layers of a model with its adapter; None where they stay as they are.
+def compile_layers(model: Any, decide: Decide) -> CompiledLayers | None:
+    """Compile the layers of a `TransformersModel` with its adapter; None where they stay as they are.
 
-    objection: why the job excludes it where `model.compile` is left out. `decide` records what is done then, and why
-    `model.compile=true` is not possible. Raises EnvironmentProblem where it is true and torch has no compiler.
+    `decide` records what is done where `model.compile` is left out, and why `model.compile=true` is not possible.
+    Raises EnvironmentProblem where it is true and torch has no compiler.
     """
-    is_recomputed = bool(config.gradient_checkpointing)
-    objection = objection or _layers_objection(inner, layers, is_recomputed)
-    if not config.compile:
-        if objection is None and is_recomputed and find_routers(inner):
-            objection = "routers of layers that are recomputed and compiled would be neither counted nor replayed"
-        objection = objection or compiler_problem(inner.device)
-        reason = objection or f"the default on {inner.device.type}; type model.compile=false to turn it off"
-        decide.record_fact("model.compile", "true" if objection is None else "false", reason)
+    layers, is_default = model.transformer_blocks(), model.config.compile is None
+    objection = _layers_objection(model, layers) or (_default_objection(model) if is_default else None)
+    problem = None if objection else compiler_problem(model.device, model.compute_dtype)
+    if is_default:
+        reason = objection or problem
+        text = f"the default on {model.device.type}; type model.compile=false to turn it off"
+        decide.record_fact("model.compile", "false" if reason else "true", reason or text)
     elif objection is not None:
         decide("model.compile", "true", "false", objection)
-    elif (problem := compiler_problem(inner.device)) is not None:
+    elif problem is not None:
         raise EnvironmentProblem(f"model.compile=true: {problem}, or leave it out")
-    return None if objection else CompiledLayers(layers)
+    return None if objection or problem else CompiledLayers(layers)
 
 
-def _layers_objection(inner: Any, layers: Sequence[nn.Module], is_recomputed: bool) -> str | None:
-    """Why a model's layers, with their adapter, stay as they are; None = they can be compiled."""
+def _layers_objection(model: Any, layers: Sequence[nn.Module]) -> str | None:
+    """Why the layers of a model, with its adapter, stay as they are; None = they can be compiled."""
     if not layers:
-        return f"{type(inner).__name__} does not declare its layer classes"
-    if is_recomputed and any(isinstance(part, ParamWrapper) for layer in layers for part in layer.modules()):
+        return f"{type(model.inner).__name__} does not declare its layer classes"
+    on_experts = any(isinstance(part, ParamWrapper) for layer in layers for part in layer.modules())
+    if on_experts and model.config.gradient_checkpointing:
         return "a recomputed layer with an adapter on experts is not one graph"
+    return None
+
+
+def _default_objection(model: Any) -> str | None:
+    """Why the layers stay as they are unless `model.compile=true`; None = nothing is known."""
+    if model.config.gradient_checkpointing and find_routers(model.inner):
+        return "routers of layers that are recomputed and compiled would be neither counted nor replayed"
+    if model.layout != "packed":
+        return f"the layers of {type(model.inner).__name__} with padded rows are not tested with torch.compile"
     return None
 
 
@@ -202,16 +208,19 @@ class CompiledLayers:
 
 
 @cache
-def compiler_problem(device: torch.device) -> str | None:
-    """Why torch cannot compile for `device`, and what to install: it is tried with a sum. None = it can."""
+def compiler_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why torch cannot compile for `device`, and what to install; None = it can.
+
+    It compiles a sum in `dtype`, as one graph: otherwise torch only warns where its compiler refuses bfloat16.
+    """
 
     def double(numbers: Tensor) -> Tensor:
         return numbers + numbers
 
     try:
-        torch.compile(double, **OPTIONS)(torch.ones(4, device=device))
+        torch.compile(double, fullgraph=True, **OPTIONS)(torch.ones(4, device=device, dtype=dtype))
         return None
-    except RuntimeError as error:  # of whatever kind a compiler fails with
-        said = str(error).strip().splitlines()[0]
+    except Exception as error:  # of whatever kind a compiler fails with
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         needs = "a C++ compiler (g++) on the path" if device.type == "cpu" else "its device's compiler, e.g. triton"
         return f"torch cannot compile for {device.type}: {said}; install {needs}"

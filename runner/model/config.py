@@ -61,7 +61,7 @@ class ModelConfig(ComponentConfig):
     compile: bool | None = Field(
         default=None,
         description="Compile the decoder layers (torch.compile): the first step is slow, later steps are faster. "
-        "null = true in training on cuda where it works, else false.",
+        "null = true in training on cuda if torch has a compiler there.",
     )
     kernels: Literal["liger"] | None = Field(
         default=None,
@@ -198,9 +198,12 @@ class ModelConfig(ComponentConfig):
 
     def compile_objection(self, job: Any) -> str | None:
         """Why layers are not compiled by default; None = nothing in the job excludes it."""
-        kernels = [] if self.kernels is None else [f"model.kernels={self.kernels}"]
-        used = " and ".join([*self._uncompilable(job), *kernels])
-        return f"{used} is not tested with torch.compile" if used else None
+        used = [*self._uncompilable(job)]
+        if self.kernels is not None:
+            used.append(f"model.kernels={self.kernels}")
+        if job.device.deterministic and not job.device.is_cpu:  # inductor may choose a kernel by its speed
+            used.append("device.deterministic=true")
+        return f"{' and '.join(used)} is not tested with torch.compile" if used else None
 
     def _uncompilable(self, job: Any) -> Iterator[str]:
         """Options of a job that exclude compiled layers."""

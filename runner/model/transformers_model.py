@@ -144,11 +144,11 @@ class TransformersModel(SharedByAdapters, WithRouters):
         if not self.is_padded:
             set_text_attention(self.inner, before)
 
-    def compile(self, decide: Decide, objection: str | None = None) -> None:
+    def compile(self, decide: Decide) -> None:
         """Compile the layers, in their final layout. See `compile_layers`."""
         from runner.model.checkpointing_and_compile import compile_layers
 
-        self._compiled = compile_layers(self.inner, self.transformer_blocks(), self.config, decide, objection)
+        self._compiled = compile_layers(self, decide)
 
     def merge_on_save(self) -> None:
         """Let `save` merge the adapter. Raises SpecError if there is none, or it cannot be merged."""

@@ -214,11 +214,11 @@ log = logging.getLogger("runner")
 
 PromptStyle = Literal["chat", "text"]
 # Options that may change when a run is resumed: duration, devices, tracking, checkpoints; no option on which earlier
-# steps depend. Of the sampler: its address, timeouts and tolerances.
+# steps depend. Of the sampler: its address, timeouts and tolerances. Compiled layers differ by rounding alone.
 RESUMABLE = (
     "steps", "epochs", "strict", "launch", "parallelism", "evaluation", "watch", "callbacks", "tracker", "checkpoint",
     "sampler.timeout_s", "sampler.sync_logprob_tolerance", "sampler.url",
-    "sampler.api_key_env", "sampler.folder", "sampler.retries",
+    "sampler.api_key_env", "sampler.folder", "sampler.retries", "model.compile",
 )  # fmt: skip
 LIBRARIES = ("torch", "transformers", "peft")
 

@@ -162,3 +162,16 @@ def test_a_lora_step_computes_its_products_in_bfloat16(tmp_path: Path) -> None:
     taken = traced(work, tmp_path / "trace.json")
     assert taken["c10::BFloat16"] > 0
     assert sum(taken.values()) - taken["c10::BFloat16"] < 0.02 * sum(taken.values()), taken
+
+
+@pytest.mark.cuda
+def test_layers_are_compiled_by_default_and_give_the_same_gradients(tmp_path: Path) -> None:
+    plain = ("device=cuda", "device.deterministic=false", "device.tf32=false", "model.dtype=float32")
+    found = []
+    for way in ("null", "false"):
+        job, batch = first_mini_batch(("+recipe=sft_demo", *plain, f"model.compile={way}"), tmp_path / way)
+        learner: Any = job.learners["policy"]
+        assert (learner.model._compiled is not None) == (way == "null")
+        learner.forward_backward(batch, job.algorithm.losses["policy"])
+        found.append({name: weight.grad.cpu() for name, weight in learner.model.trainable().items()})
+    assert zoo.relative(*found) < 1e-4

@@ -55,6 +55,7 @@ def _compiled(sharded: Any) -> Any:
     def then(*arguments: Any) -> Any:
         model = sharded(*arguments)
         model.compile(Decisions(strict=True))
+        assert model._compiled is not None
         return model
 
     return then

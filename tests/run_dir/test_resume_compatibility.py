@@ -56,6 +56,11 @@ def test_what_a_resume_may_change_is_free(word: str) -> None:
     assert word.partition("=")[0].partition(".")[0] not in immutable_fields(job())
 
 
+def test_compiled_layers_are_no_part_of_what_a_run_is() -> None:
+    check_spec_unchanged(job("model.compile=true"), saved(job()))
+    check_spec_unchanged(job("device=cuda", "model.compile=false"), saved(job("device=cuda")))
+
+
 def test_a_use_may_change_the_device_and_nothing_else() -> None:
     check_spec_unchanged(job("device=cuda", "model.dtype=float32"), saved(job()), free=("device",))
     with pytest.raises(SpecError, match=r"adapter\.name"):

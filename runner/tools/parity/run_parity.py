@@ -14,7 +14,7 @@ from runner.core.errors import ParityError, Problem, SpecError
 from runner.device.process_setup import load_torch, set_environment
 from runner.launch.local import prepare_spec
 from runner.launch.run_messages import console_logging
-from runner.launch.session import translate_memory_errors
+from runner.launch.session import translate_device_errors
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 from runner.tools.parity.compare import (
@@ -70,5 +70,5 @@ def _run_steps(spec: JobSpec, steps: int, given: Recording | None, accept: Calla
         load_torch(spec.device.name)
         from runner.tools.parity.replay import run_recorded_steps  # torch is imported here
 
-        with translate_memory_errors(spec):
+        with translate_device_errors(spec):
             return run_recorded_steps(spec, RunFolder(Path(name)), steps, given, accept, decide, console.message)
