@@ -275,7 +275,7 @@ class AutoConfig(DeviceConfig):
 
     @property
     def compiles_for(self) -> str:
-        """That of the only device that has one: which device it is, is known where the job runs."""
+        """The device is chosen where the job runs; cuda alone compiles by default."""
         return "cuda"
 
     def quantization_problem(self) -> str | None:

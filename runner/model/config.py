@@ -203,7 +203,7 @@ class ModelConfig(ComponentConfig):
             used.append(f"model.kernels={self.kernels}")
         if job.device.deterministic and not job.device.is_cpu:  # inductor may choose a kernel by its speed
             used.append("device.deterministic=true")
-        return f"{' and '.join(used)} is not tested with torch.compile" if used else None
+        return f"not tested with torch.compile: {', '.join(used)}" if used else None
 
     def _uncompilable(self, job: Any) -> Iterator[str]:
         """Options of a job that exclude compiled layers."""

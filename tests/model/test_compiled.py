@@ -187,7 +187,7 @@ def test_by_default_layers_are_compiled_where_they_can_be_and_it_is_said() -> No
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["adapter=lora", "model.quantization=int8"], "model.quantization=int8 is not tested with torch.compile"),
+        (["adapter=lora", "model.quantization=int8"], "not tested with torch.compile: model.quantization=int8"),
         (["model=tiny_moe", "model.gradient_checkpointing=true"], "routers of layers that are recomputed and"),
         (["model.batch_layout=padded"], "the layers of Qwen2ForCausalLM with padded rows are not tested"),
     ],
@@ -220,7 +220,7 @@ def test_the_default_is_that_of_the_device() -> None:
     words = ["device=cuda", "parallelism=tp", "launch.devices=2", "model.kernels=liger", "device.deterministic=true"]
     spec = compose_job(words).spec
     assert spec.model.compile_objection(spec) == (
-        "parallelism.tp=2 and model.kernels=liger and device.deterministic=true is not tested with torch.compile"
+        "not tested with torch.compile: parallelism.tp=2, model.kernels=liger, device.deterministic=true"
     )
     for name in ("cpu", "cuda"):
         spec = compose_job([f"device={name}"]).spec
