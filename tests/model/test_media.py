@@ -261,4 +261,6 @@ def test_ten_steps_are_those_of_a_bare_transformers_loop(kind: str, pictures: li
         learner.begin_step(step)
         losses.append(learner.forward_backward(batch, CrossEntropy())[0].result()["train/loss"])
         learner.optim_step()
-    assert losses == pytest.approx(bare_losses(folder, rows, pictures, 10), rel=1e-5) and losses[-1] < 0.8 * losses[0]
+    # on some processors the recurrence of linear attention rounds otherwise in a packed row than in a single one
+    rel = 1e-4 if kind == "qwen3_5" else 1e-5
+    assert losses == pytest.approx(bare_losses(folder, rows, pictures, 10), rel=rel) and losses[-1] < 0.8 * losses[0]
