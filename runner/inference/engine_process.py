@@ -59,7 +59,8 @@ class EngineInfo(Config):
     """What the front end has to know of a loaded model.
 
     adapters: names that a request may choose; length_limit: most tokens of prompt and answer; step: of a run's
-    checkpoint; chat_date: see `ChatConfig`; image_token: placeholder and token id of an image, None = it reads none
+    checkpoint; chat_date: see `ChatConfig`; image_token: placeholder and token id of an image, None = it reads none;
+    run_stop, run_stop_token_ids: strings and ids at which a run's completions ended
     """
 
     name: str
@@ -70,6 +71,8 @@ class EngineInfo(Config):
     step: int | None
     chat_date: str | None
     image_token: tuple[str, int] | None = None
+    run_stop: tuple[str, ...] = ()
+    run_stop_token_ids: tuple[int, ...] = ()
 
 
 class EngineHost:
@@ -244,7 +247,11 @@ def load_engine(settings: EngineSettings, folder: Path) -> tuple[EngineHost, Eng
         step=loaded.step,
         chat_date=loaded.chat.date,
         image_token=(reader.placeholder, reader.token_id) if reader and reader.how else None,
+        run_stop=loaded.stop,
+        run_stop_token_ids=loaded.stop_token_ids,
     )
+    if stops := loaded.stop_text():
+        logging.getLogger("runner").info("%s, unless a request has stops of its own", stops)
     return host, info
 
 

@@ -85,7 +85,7 @@ def openai_routes(served: ServedModel) -> list[Route]:
         return JSONResponse(_model_json(served, name))
 
     async def completions(request: Request) -> Response:
-        body = await read_body(served, request, CompletionBody)
+        body = served.with_run_stops(await read_body(served, request, CompletionBody))
         adapter = served.adapter(body.model)
         prompts = await served.in_thread(
             lambda: [served.encode(p) if isinstance(p, str) else tuple(p) for p in body.prompts()]
@@ -93,7 +93,7 @@ def openai_routes(served: ServedModel) -> list[Route]:
         return await _answer(request, Completions(served, body, prompts, adapter))
 
     async def chat(request: Request) -> Response:
-        body = await read_body(served, request, ChatBody)
+        body = served.with_run_stops(await read_body(served, request, ChatBody))
         adapter = served.adapter(body.model)
         prompt = await served.in_thread(lambda: served.render(*body.conversation()))
         return await _answer(request, ChatCompletions(served, body, prompt.ids, prompt.is_thinking, adapter))

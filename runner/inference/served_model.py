@@ -32,6 +32,7 @@ LONGEST_ANSWER = 4096  # of a chat that names no max_tokens, by a model without 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # upper ends of the histograms' buckets
 
 T = TypeVar("T")
+G = TypeVar("G", bound=GenerationBody)
 
 
 def unix_seconds() -> int:
@@ -171,6 +172,13 @@ class ServedModel:
         """The format of tool calls: of the chat template, or else that of most models."""
         own = self._renderer.template.tool_format if self.tokenizer.chat_template else None
         return own or FORMATS["hermes"]
+
+    def with_run_stops(self, body: G) -> G:
+        """The body, with the served run's stops where it names none; `[]` and `ignore_eos` mean none."""
+        if body.ignore_eos or body.model != self.info.name:
+            return body
+        own = {"stop": self.info.run_stop, "stop_token_ids": self.info.run_stop_token_ids}
+        return body.model_copy(update={k: list(v) for k, v in own.items() if k not in body.model_fields_set})
 
     def text_stream(
         self, body: GenerationBody, tool_format: ToolFormat | None = None, context: Sequence[int] = ()

@@ -43,6 +43,9 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
         raise EnvironmentProblem(
             "engine=vllm: the program vllm is not installed; install it (docs/vllm.md), or type engine=torch"
         )
+    if source.kind == "run" and any(source_spec(source, device=model.device).sampler.stop_criteria()):
+        text = "the run's sampler.stop and sampler.stop_token_ids end only completions of requests that name them"
+        print(f"engine=vllm: {text} (stop, stop_token_ids)", file=sys.stderr)
     log = _log_path(source)
     source = exported_source(source)
     check_adapters(source)

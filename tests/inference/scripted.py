@@ -115,7 +115,9 @@ def serve(folder: Path, *words: str, cwd: Path) -> Iterator[Server]:
         process = subprocess.Popen(command, cwd=cwd, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 300
-        while not (found := re.search(r"^(\S+): (http://\S+/v1) \(", printed.read_text(), re.MULTILINE)):
+        while not (
+            found := re.search(r"^(\S+?)(?:, step \d+)?: (http://\S+/v1) \(", printed.read_text(), re.MULTILINE)
+        ):
             assert process.poll() is None and time.monotonic() < end, printed.read_text()
             time.sleep(0.05)
         yield Server(process, found[2], found[1], printed)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -34,6 +35,7 @@ from runner.tools.evaluate import (
 from runner.trainer.evaluation_metrics import t_quantile
 from runner.weight_sync.weight_checksum import weights_digest
 from tests import command
+from tests.inference.scripted import serve
 from tests.model.zoo import causal
 from tests.small import TINY
 
@@ -181,7 +183,7 @@ def test_end_tokens_of_a_run_or_of_a_model_are_part_of_a_kept_answers_key(tmp_pa
     assert short.ids == whole.ids[:end] and short.finish == "stop" and plain.sample([request]) == [whole]
 
 
-def test_eval_and_infer_of_a_run_stop_where_its_sampler_did(work: Path, tmp_path: Path) -> None:
+def test_eval_infer_and_serve_of_a_run_stop_where_its_sampler_did(work: Path, tmp_path: Path) -> None:
     first = f"init_from={(work / 'outputs/latest').resolve()}"
     words = ["+recipe=grpo_demo", first, *TINY[1:], "steps=1", "evaluation.every=0", "checkpoint.export=false"]
     command.run(*words, "sampler.stop=['3','6']", "sampler.stop_token_ids=[7]", cwd=tmp_path)
@@ -191,6 +193,14 @@ def test_eval_and_infer_of_a_run_stop_where_its_sampler_did(work: Path, tmp_path
     assert any(text.endswith(("3", "6")) for text in answers), "the model writes digits, or this would show nothing"
     assert not any(digit in text[:-1] for text in answers for digit in "36")
     assert said in command.run("infer", "latest", "sort 312", cwd=tmp_path)
+    with serve(Path("latest"), cwd=tmp_path) as server:
+        assert f"{said}, unless a request has stops of its own" in server.printed.read_text()
+        body = {"model": server.model, "prompt": "sort 312\n", "temperature": 0, "max_tokens": 8}
+        own: list[dict[str, Any]] = [{}, {"stop": None}, {"stop": [], "stop_token_ids": []}, {"ignore_eos": True}]
+        answers = [httpx.post(f"{server.url}/completions", json=body | more, timeout=60).json() for more in own]
+        texts = [answer["choices"][0]["text"] for answer in answers]
+        assert texts[0] == texts[1] and not set("36") & set(texts[0])
+        assert texts[2].startswith(texts[0]) and texts[3].startswith(texts[0]) and set("36") & set(texts[2])
     shutil.rmtree(tmp_path / "outputs" / "eval")
     command.run("eval", "latest", "evaluation.max_new_tokens=1", cwd=tmp_path)  # typed options replace the run's
     found = [one["ids"] for path in tmp_path.glob("outputs/eval/answers/*") for one in read_lines(path)]
