@@ -22,7 +22,7 @@ from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerE
 from runner.core.rank_info import RankInfo, is_launched_rank, without_rank_variables
 from runner.data.config import today
 from runner.launch.preflight import mask_secrets, preflights, refuse_other_launcher, refuse_unready
-from runner.launch.run_messages import longer_schedule_note
+from runner.launch.run_messages import changed_evaluation_note, longer_schedule_note
 from runner.launch.run_records import (
     TRUST_REMOTE_CODE,
     archive_attempt,
@@ -157,19 +157,20 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         return join_run(spec, typed_job)
     from runner.launch.slurm import srun_task, submission
 
+    if status.get("state") != submission.WAITING:
+        for note in filter(None, (longer_schedule_note(before, spec), changed_evaluation_note(before, spec))):
+            print_text(note, file=sys.stderr)
     if srun_task.is_outside_slurm(spec):
         submission.refuse_queued(folder)
         submission.check_submission(spec)
         return submission.submit(spec, folder, typed)
-    if read_status(folder).get("state") == submission.WAITING:
+    if status.get("state") == submission.WAITING:
         with hold_lock(folder):
             spec = prepare_spec(spec)
             write_spec(folder, spec)
             return begin_attempt(spec, folder, 1, typed_job)
     if spec.launch.here:
         refuse_unready([spec.device.preflight])
-    if note := longer_schedule_note(before, spec):
-        print_text(note, file=sys.stderr)
     with hold_lock(folder):
         attempt = next_attempt(folder)
         archive_attempt(folder, attempt, typed)

@@ -18,6 +18,7 @@ from runner.core.media import without_media
 from runner.core.rank_info import RankInfo
 from runner.data.config import ChatConfig
 from runner.run_dir.folder import display_path
+from runner.spec.evaluation import AnswersConfig
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 from runner.tracker.text import count_noun, format_number, format_rate
@@ -38,6 +39,17 @@ def longer_schedule_note(before: JobSpec, spec: JobSpec) -> str | None:
         return None
     moved = f"schedule={spec.schedule.name} now ends at step {spec.steps}, not {before.steps}"
     return f"note: {moved}: the learning rate is that of a run of {spec.steps} steps, and jumps if it had begun to fall"
+
+
+def changed_evaluation_note(before: JobSpec, spec: JobSpec) -> str | None:
+    """That the metrics of later evaluations are of other options than those that they are compared with."""
+    then, now = before.evaluation, spec.evaluation
+    found = [f"evaluation.{key}" for key in AnswersConfig.model_fields if getattr(then, key) != getattr(now, key)]
+    found += [f"evaluation.sets.{key}" for key in then.sets if key in now.sets and then.sets[key] != now.sets[key]]
+    if not found:
+        return None
+    text = "values of eval/ metrics before and after this resume cannot be compared"
+    return f"note: {', '.join(found)} changed: {text}; checkpoint.best and callbacks.stop_when still compare them"
 
 
 def run_facts(spec: JobSpec, model: TrainableModel) -> dict[str, str]:

@@ -11,7 +11,7 @@ from runner.cli.job_builder import compose_job
 from runner.core.errors import DeadlineExceeded, SpecError
 from runner.data.config import today
 from runner.launch.local import check_spec, next_attempt, read_status, refuse_other_job, resume, write_spec
-from runner.launch.run_messages import longer_schedule_note
+from runner.launch.run_messages import changed_evaluation_note, longer_schedule_note
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.manifest import check_spec_unchanged, immutable_fields
 from runner.schedule.config import CosineConfig, cosine
@@ -93,6 +93,14 @@ def test_a_stretched_schedule_is_said(schedule: str, said: bool) -> None:
     expected = f"note: schedule={schedule} now ends at step 20, not 10: the learning rate is that of a run of 20 steps"
     assert (expected in (longer_schedule_note(spec(*words), spec(*words, steps=20)) or "")) == said
     assert longer_schedule_note(spec(*words), spec(*words, "seed=1")) is None
+
+
+def test_evaluations_that_cannot_be_compared_are_said() -> None:
+    sets = "evaluation.sets.{}={{data: {{name: demo}}, limit: {}}}"
+    before = spec(sets.format("a", 3))
+    assert changed_evaluation_note(before, spec(sets.format("a", 3), sets.format("b", 3), "evaluation.every=3")) is None
+    changed = changed_evaluation_note(before, spec(sets.format("a", 4), "evaluation.max_new_tokens=9"))
+    assert changed is not None and "evaluation.max_new_tokens, evaluation.sets.a changed: values of eval/" in changed
 
 
 @pytest.mark.parametrize(
