@@ -81,7 +81,7 @@ def file_size_limit(disk: Path, root: Path) -> None:
 
 
 def read_only(disk: Path, root: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
     save(root, 2, MIB // 4)
 
 
