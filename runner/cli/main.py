@@ -22,18 +22,31 @@ from runner.core.errors import EnvironmentProblem, Interrupted, RunnerError
 from runner.core.fsync_io import full_disk_error
 from runner.core.package import import_frozen, plug_in_fault, plugin_warnings
 from runner.core.signals import survive_early_save
-from runner.tracker.text import print_text
+from runner.tracker.text import discard_output, print_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code (the table is in `runner.core.errors`)."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    code = _run_words(list(sys.argv[1:] if argv is None else argv))
+    try:
+        print(end="", flush=True)
+    except OSError:  # after an error that was told
+        discard_output(sys.stdout)
+    return code
+
+
+def _run_words(words: list[str]) -> int:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows \u2026 and the like
             stream.reconfigure(errors="backslashreplace")
     debug = "--debug" in words
     try:
-        return _run_verb(words)
+        code = _run_verb(words)
+        print(end="", flush=True)  # here, where a full disk is told
+        return code
     except Interrupted as stop:  # what the user wanted, and no error
         print_text(str(stop), file=sys.stderr)
         return stop.exit_code
@@ -45,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader (`| head`) has what it wanted; what is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (`| head`) has what it wanted
         return 0
     except Exception as error:
         if (full := full_disk_error(error)) is not None:

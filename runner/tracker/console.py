@@ -28,6 +28,7 @@ from runner.spec.evaluation import HIGH, LOW, without_bounds
 from runner.tracker.text import (
     METRICS,
     Progress,
+    discard_output,
     escape_for_terminal,
     format_duration,
     format_number,
@@ -162,6 +163,7 @@ class Console:
             write()
         except OSError as error:
             self._screen_lost, self._live = True, None
+            discard_output(self._stream)
             self._log(f"the terminal closed ({error.strerror}); the run continues", "warning")
 
     def _log(self, line: str, level: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import math
+import os
 import time
 import unicodedata
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -48,6 +50,12 @@ def escape_html(text: str, most: int) -> str:
 def print_text(text: str, *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """Print text with control characters escaped: it may have names from a file or a web page."""
     print(escape_controls(text), end=end, file=file, flush=flush)
+
+
+def discard_output(stream: TextIO) -> None:
+    """Discard what is written to a stream without a reader: Python's last flush changes the exit code."""
+    with suppress(OSError), open(os.devnull, "wb") as nowhere:  # a stream in memory has no descriptor
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _escape(character: str) -> str:

@@ -95,6 +95,29 @@ def test_python_m_runner_is_the_command(workdir: Path) -> None:
     assert second.startswith(f"Python {platform.python_version()}") and "CANN" in second
 
 
+def test_output_that_nobody_reads_leaves_the_exit_code(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+
+    def run(verb: str, output: int) -> tuple[int, str]:
+        command = [sys.executable, "-m", "runner", verb]
+        done = subprocess.run(command, cwd=workdir, env=own, stdout=output, stderr=subprocess.PIPE, text=True)
+        return done.returncode, done.stderr
+
+    read, write = os.pipe()
+    os.close(read)
+    assert run("list", write) == (0, "")
+    code, said = run("lisst", write)
+    assert code == 2 and "Exception ignored" not in said
+    os.close(write)
+    with open("/dev/full", "wb") as full:
+        code, said = run("list", full.fileno())
+        assert code == 7 and "the disk is full" in said and "Exception ignored" not in said
+    monkeypatch.setattr(sys, "stdout", None)  # of a process that was started with >&-
+    assert main(["list"]) == 0
+    assert sys.stdout is not None
+    sys.stdout.close()
+
+
 def test_the_three_mistakes(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["+recipe=sft_demo", "optimizer.lrr=1", "device=gpu", "data.max_lenght=x"]
     code, out, err = in_process(words, capsys)

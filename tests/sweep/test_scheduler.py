@@ -49,7 +49,8 @@ def sweep_process(tmp_path: Path) -> Iterator[Start]:
     def start(action: str, names: list[str], options: str = "{}", output: int = subprocess.DEVNULL) -> Any:
         command = [sys.executable, "-m", "tests.sweep.toy", str(tmp_path), action, ",".join(names), options]
         quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        started.append(subprocess.Popen(command, cwd=ROOT, stdout=output, **quiet))
+        own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as of most users
+        started.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=output, **quiet))
         return started[-1]
 
     yield start

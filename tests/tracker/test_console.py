@@ -160,8 +160,7 @@ def test_a_screen_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
     console.stop(["done"])
     log = (tmp_path / "run.log").read_text()
     assert log.count("the terminal closed (Broken pipe)") == 1 and " 10/10 " in log and "done" in log
-    with pytest.raises(BrokenPipeError):
-        stream.close()
+    stream.close()  # nor does what is left change its exit code
 
 
 def test_a_narrow_character_set_does_not_stop_the_run(tmp_path: Path) -> None:
