@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from copy import deepcopy
 from dataclasses import replace
 from itertools import accumulate
@@ -21,6 +24,7 @@ from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.model import checkpointing_and_compile
 from runner.model.packed_attention import plan_attention
 from runner.model.value_head import ScalarHeadModel
+from tests.command import ROOT
 from tests.model.test_causal_lm import causal
 from tests.model.test_compiled import made, traced  # noqa: F401  (a fixture)
 from tests.model.zoo import VOCAB, gradients, relative
@@ -121,6 +125,15 @@ def test_compiled_and_recomputed_layers_with_an_adapter_merge_them_too(way: bool
 
 def ones(branch: Branch) -> Branch:
     return Branch(branch.ids, {"weight": [1.0] * len(branch.ids)})
+
+
+@pytest.mark.parametrize("instructions", ["default", "avx2", "avx512"])
+def test_every_processor_merges_them(instructions: str) -> None:
+    """One that rounds in another way is not taken for one whose kernel is wrong."""
+    program = "from runner.model.shared_prompt_attention import merge_objection as found; import torch\n"
+    program += "print(found(torch.device('cpu')))"
+    own = os.environ | {"ATEN_CPU_CAPABILITY": instructions, "PYTHONPATH": str(ROOT)}
+    assert subprocess.check_output([sys.executable, "-c", program], env=own, text=True) == "None\n"
 
 
 def test_peak_memory_grows_by_the_completions_alone() -> None:
