@@ -66,12 +66,13 @@ def check(result: int, what: str) -> int:
 
 
 def become(user: int) -> None:
-    """Become another user, without capabilities but that to read Python in root's own folder."""
+    """Become another user; of the capabilities only that to read root's own folders stays, if needed."""
     check(LIBC.prctl(KEEP_CAPABILITIES, 1, 0, 0, 0), "prctl")
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    kept = 0 if os.access(os.__file__, os.R_OK) and os.access(sys.prefix, os.X_OK) else 1 << READ_SEARCH
+    reached = os.access(os.__file__, os.R_OK) and all(os.access(path, os.X_OK) for path in (sys.prefix, os.getcwd()))
+    kept = 0 if reached else 1 << READ_SEARCH  # Landlock still says what is read
     header, sets = struct.pack("Ii", CAPABILITIES_3, 0), struct.pack("6I", kept, kept, 0, 0, 0, 0)
     check(LIBC.capset(header, sets), "capset")
 
