@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallelism.test_jobs import FAST, GRADIENTS, SLOW, UNSTEADY, compare
+from tests.parallelism.test_jobs import FAST, GRADIENTS, SLOW, compare
 
 MORE = ("dpo_lora", "copied", "ahead", "lora", "ppo", "opd", "distill", "shared", "rm", "kto", "resampled", "cpt")
 
@@ -22,11 +22,7 @@ def test_two_ranks_do_what_one_process_does(name: str, style: str, workdir: Path
 def test_more_jobs_on_two_ranks(name: str, style: str, workdir: Path) -> None:
     # scores of rows that hardly differ are subtracted: what is left has few digits, and every rank rounds again
     bound = 2e-4 if name == "rm" else GRADIENTS
-    # policy and reference are one at first: which answer of a pair is likelier, the ring's rounding says, which is
-    # another for each micro-batch
-    unsteady = (*UNSTEADY, "accuracy") if style == "ring" else UNSTEADY
-    spread = ("parallelism=cp", f"parallelism.cp_backend={style}")
-    compare(2, SLOW[name], workdir, *spread, gradients=bound, unsteady=unsteady)
+    compare(2, SLOW[name], workdir, "parallelism=cp", f"parallelism.cp_backend={style}", gradients=bound)
 
 
 @pytest.mark.soak
