@@ -438,7 +438,7 @@ def test_python_and_bash_run_in_the_sandbox(play: Play, monkeypatch: pytest.Monk
     turn = [
         call("python", code="print(6 * 7)"),
         call("python", code="print('x', end='')\nraise ValueError('no')"),
-        call("bash", command="echo $((1 + 2)) > f; cat f | tr 3 4; ls /root; exit 3"),
+        call("bash", command="echo $((1 + 2)) > f; cat f | tr 3 4; cat /etc/shadow; exit 3"),
         call("python", code=SECRETS),
         call("python", code="import time; time.sleep(60)"),
         call("python", code="x = bytearray(1 << 32)"),
@@ -454,7 +454,7 @@ def test_python_and_bash_run_in_the_sandbox(play: Play, monkeypatch: pytest.Monk
     assert (
         results[1].replace("/tmp/", "") == f"x\nTraceback (most recent call last):\n{frames}ValueError: no\nexit code 1"
     )
-    assert results[2].startswith("4\n") and results[2].endswith("exit code 3") and "/root" in results[2]
+    assert results[2].startswith("4\n") and results[2].endswith("exit code 3") and "/etc/shadow" in results[2]
     assert results[3] == "0\nrefused\nrefused"
     assert results[4].startswith("error: ended by a limit of the sandbox (10 s)")
     assert "MemoryError" in results[5] and "No such file" in results[6]
