@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from npu_simulator.prepare import COMMAND, TOOLS, parts
+from npu_simulator.prepare import COMMAND, CPU_BUILD, CUDA_BUILD, TOOLS, is_cuda_build, parts
 from npu_simulator.process import OPERATORS
 from runner.tools.doctor.report import CheckResult, ok, problem, skip, warning
 from runner.tools.doctor.run_checks import NPU_VARIABLES, Check
@@ -31,6 +31,8 @@ def parts_made(machine: SystemInfo) -> CheckResult:
     torch = machine.version("torch")
     if torch is None:
         return skip("torch is not installed")
+    if is_cuda_build():
+        return problem(CUDA_BUILD, CPU_BUILD)
     if not is_built(machine):
         return warning(f"not built for torch {torch} yet: 45 MB are fetched with pip, and g++ takes a minute", COMMAND)
     return ok(f"built for torch {torch}: {parts().built}")

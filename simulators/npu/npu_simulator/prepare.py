@@ -35,6 +35,10 @@ from runner.core.package import cache_folder
 SOURCES = Path(__file__).resolve().parent
 TOOLS = ("g++", "gcc", "nm", "strings")
 COMMAND = "run doctor --prepare npu_sim"
+CUDA_BUILD = "torch is built for CUDA here, and torch_npu does not load beside that build"
+CPU_BUILD = (
+    "install the one for the CPU: pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu"
+)
 PATIENCE_S = 600  # of one pip or g++
 KEPT_S = 7 * 24 * 3600  # after their last use, libraries of other sources: of a second checkout, or an older version
 EXTENSIONS = {"kernels": (), "hccl": ("-ltorch_python",)}
@@ -71,9 +75,11 @@ def parts() -> Parts:
 def prepare(say: Say) -> Parts:
     """The parts, whole: what is missing is fetched and built now, and said.
 
-    Raises EnvironmentProblem without a compiler, or where pip finds no matching wheel.
+    Raises EnvironmentProblem without a compiler, where pip finds no matching wheel, and for a torch built for CUDA.
     """
     found = parts()
+    if is_cuda_build():
+        raise NotFetched(f"device=npu_sim: {CUDA_BUILD}; {CPU_BUILD}")
     if found.whole:
         _mark_used(found.built)
         return found
@@ -89,6 +95,12 @@ def prepare(say: Say) -> Parts:
             _made(found.built, lambda folder: _build(found.wheel, folder))
     say(f"npu_sim: ready after {time.monotonic() - begin:.0f} s; kept in {found.wheel.parent}")
     return found
+
+
+def is_cuda_build() -> bool:
+    """Whether torch here is built for CUDA; torch_npu then ends the process when it is loaded."""
+    found = importlib.util.find_spec("torch")
+    return found is not None and Path(str(found.origin)).with_name("lib").joinpath("libtorch_cuda.so").exists()
 
 
 def _mark_used(built: Path) -> None:
@@ -188,7 +200,7 @@ def _compile(name: str, libraries: Sequence[str], folder: Path) -> list[str]:
 
 
 class NotFetched(EnvironmentProblem):
-    """pip found no torch_npu for this torch, or no way to it."""
+    """There is no torch_npu for this torch, or no way to it."""
 
 
 class ToolFailed(Exception):

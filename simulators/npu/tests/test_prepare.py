@@ -12,10 +12,12 @@ import pytest
 
 from npu_simulator import prepare as module
 from npu_simulator.config import NpuSimConfig
-from npu_simulator.prepare import COMMAND, NotFetched, parts, prepare
+from npu_simulator.prepare import COMMAND, NotFetched, is_cuda_build, parts, prepare
 from npu_simulator.process import Pretence, enter
 from runner.cli.main import main
 from runner.core.errors import EnvironmentProblem
+
+pytestmark = pytest.mark.skipif(is_cuda_build(), reason="torch is built for CUDA")
 
 
 @pytest.fixture
@@ -33,6 +35,14 @@ def test_without_a_compiler_it_ends_with_2_and_the_command_and_leaves_no_run(
     said = capsys.readouterr().err
     assert "g++" in said and COMMAND in said and "device=cpu" in said
     assert not (workdir / "outputs").exists() and not bare.exists()
+
+
+def test_beside_a_torch_for_cuda_it_ends_with_2_and_what_to_install(
+    bare: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "is_cuda_build", lambda: True)
+    assert main(["+recipe=sft_demo", "device=npu_sim"]) == 2
+    assert "built for CUDA" in capsys.readouterr().err and not bare.exists()
 
 
 def test_offline_it_ends_with_2_and_the_command(
