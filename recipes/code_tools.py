@@ -51,5 +51,5 @@ def describe(result: RunResult) -> str:
     if result.exit_code is None:
         raise TimeoutError(f"ended by a limit of the sandbox ({CONFIG.timeout_s:g} s); output: {result.stdout[:200]}")
     failure = f"exit code {result.exit_code}" if result.exit_code else ""
-    stderr = re.sub(r'  File "<(string|frozen runpy)>".*\n', "", result.stderr)
+    stderr = re.sub(r'  File "<(string|frozen runpy)>".*\n( {4}.*\n)*', "", result.stderr)  # 3.13 has source lines
     return "\n".join(filter(None, (result.stdout.rstrip(), stderr.rstrip(), failure))) or "no output"
