@@ -200,9 +200,12 @@ def _shift_by_minimum(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(scored, rewards - smallest, 0), scored
 
 
-def has_variance(rewards: Tensor, group: Tensor) -> Tensor:
-    """Whether at least two scored rewards of the group differ, bool [N], at each of its members."""
-    return segment_sum(_shift_by_minimum(rewards, group)[0], group) > 0
+def has_variance(rewards: Tensor, group: Tensor, rounding: float = 0.0) -> Tensor:
+    """Whether at least two scored rewards of the group differ, bool [N], at each of its members.
+
+    rounding: sums of differences up to this one are none
+    """
+    return segment_sum(_shift_by_minimum(rewards, group)[0], group) > rounding
 
 
 def scored_mask(mask: Tensor, rewards: Tensor, row: Tensor) -> Tensor:

@@ -43,6 +43,8 @@ from runner.interfaces import LossFn, Model, Role, Sample, State
 from runner.interfaces.learning import AlgorithmInputs
 from runner.interfaces.losses import ImportanceWeights
 
+KL_ROUNDING = 1e-5  # equal completions have rewards that differ by the rounding of their KL
+
 
 class PolicyOptimization:
     """Samples, scores (opd: by its teacher alone), and learns from the difference."""
@@ -215,7 +217,8 @@ def mark_dropped_groups(config: PolicyConfig, batch: Batch, beta: float) -> Batc
         return batch
     mask, row = batch.tokens["weight"] != 0, episode_of_tokens(batch)
     rewards = advantages.kl_penalized_rewards(_rewards(batch), _kl_penalty(config, batch), mask, row, beta)
-    dropped = ~advantages.has_variance(rewards, batch.rows["tree"])
+    rounding = KL_ROUNDING if config.kl_location == "reward" else 0.0
+    dropped = ~advantages.has_variance(rewards, batch.rows["tree"], rounding)
     if config.counts_dropped_groups and not bool(dropped.all()):
         return replace(batch, rows={**batch.rows, "dropped": dropped})
     reward = batch.rows["reward"].masked_fill(dropped, torch.nan)
