@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.version import cuda
 
 from runner.cli.args import flags_of, parse
 from runner.cli.doctor import _machine
@@ -60,7 +61,7 @@ JOBS = {  # what its steps say, in order, and the job that is tried here instead
         "run '+recipe=[grpo_npu,rehearse]' reward=rehearsal sampler=torch",
     ),
     "+recipe=sft_npu device=npu": ((*NPU, "hf download"), "run '+recipe=[sft_npu,rehearse]'"),
-    "device=cuda": (("ubuntu-drivers", "torch=="), "run +recipe=sft_demo device=cpu"),
+    "device=cuda": (("ubuntu-drivers", *(() if cuda else ("torch==",))), "run +recipe=sft_demo device=cpu"),
     "launch=slurm device=cuda": (("slurm-client",), "run +recipe=sft_demo device=cpu"),
     "+recipe=grpo_demo sampler=vllm": (("VLLM_VENV",), "run +recipe=grpo_demo sampler=torch device=cpu"),
 }

@@ -94,10 +94,10 @@ def test_a_slow_client_is_disconnected_and_others_are_answered() -> None:
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        (KEY + b"Content-Length: -3\r\n", b"400 Bad Request"),
-        (KEY + CLOSE + b"Content-Length: 400000000\r\n", b"413 Request Entity Too Large"),
-        (CLOSE + b"Content-Length: 5000000\r\n", b"401 Unauthorized"),
-        (b"Content-Length: 5000000\r\n", b"401 Unauthorized"),
+        (KEY + b"Content-Length: -3\r\n", b"400 "),
+        (KEY + CLOSE + b"Content-Length: 400000000\r\n", b"413 "),
+        (CLOSE + b"Content-Length: 5000000\r\n", b"401 "),
+        (b"Content-Length: 5000000\r\n", b"401 "),
     ],
 )
 def test_an_answer_that_is_sent_before_the_body_was_read_arrives_whole(headers: bytes, status: bytes) -> None:
