@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import runpy
 import socket
 import subprocess
 import sys
@@ -31,11 +32,12 @@ from runner.environment.worker import cut_middle
 from runner.interfaces import Completion, Prompt, Request, Rollout
 from runner.model.tiny import byte_tokenizer
 from runner.reward import function
-from runner.reward.code import SANDBOXES, sandbox_problem
+from runner.reward.code import SANDBOXES, RunResult, sandbox_problem
 from runner.reward.config import CodeConfig, EnvironmentRewardConfig
 from runner.reward.config import FunctionConfig as RewardFunction
 from runner.reward.rules import build_environment
 from runner.spec.job import JobSpec
+from tests.command import ROOT
 from tests.data.test_renderer import tokenizer_of
 
 TOKENIZER = byte_tokenizer(4096)
@@ -430,7 +432,21 @@ for work in (lambda: socket.create_connection(("1.1.1.1", 53), 1), look):
 """
 
 
-@pytest.mark.skipif(all(sandbox_problem(run, CodeConfig()) for run in SANDBOXES.values()), reason="no sandbox")
+NEEDS_SANDBOX = pytest.mark.skipif(
+    all(sandbox_problem(run, CodeConfig()) for run in SANDBOXES.values()), reason="no sandbox"
+)
+
+
+@NEEDS_SANDBOX
+def test_the_frames_of_the_sandbox_are_not_shown() -> None:
+    """Since Python 3.13 they have lines of source."""
+    describe = runpy.run_path(str(ROOT / "recipes" / "code_tools.py"))["describe"]
+    first, rest = "Traceback (most recent call last):\n", '  File "answer.py", line 2, in f\n    raise E\nE: no\n'
+    own = '  File "<string>", line 9, in <module>\n    run("answer.py")\n    ~~~^^^^\n  File "<frozen runpy>", line 2\n'
+    assert describe(RunResult(1, "x\n", first + own + rest)) == f"x\n{first}{rest}exit code 1"
+
+
+@NEEDS_SANDBOX
 def test_python_and_bash_run_in_the_sandbox(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "canary-7f")
     monkeypatch.setattr(Lines, "max_new_tokens", 2048)

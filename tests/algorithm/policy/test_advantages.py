@@ -98,6 +98,13 @@ def test_without_signal_the_advantage_is_exactly_zero(name: str, dtype: torch.dt
     assert got.tolist() == [0.0] * len(rewards)
 
 
+def test_rewards_vary_beyond_their_rounding() -> None:
+    group = torch.tensor([0, 0, 0, 1, 1])
+    rewards = torch.tensor([0.5, 0.5 + 1e-6, 0.5 - 1e-6, 0.5, 0.5001])
+    assert advantages.has_variance(rewards, group).all()
+    assert advantages.has_variance(rewards, group, 1e-5).tolist() == [False, False, False, True, True]
+
+
 def test_an_unscored_sample_is_as_if_it_had_not_been_drawn() -> None:
     with_nan, group = torch.tensor([1.0, NAN, 0.0, 0.5]), torch.zeros(4, dtype=torch.int64)
     kept = torch.tensor([0, 2, 3])
