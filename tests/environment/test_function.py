@@ -427,8 +427,9 @@ SECRETS = """import os, socket
 print(len(os.environ.get("MY_API_KEY", "")))
 look = lambda: open(f"/proc/{os.getppid()}/environ").read(1)
 for work in (lambda: socket.create_connection(("1.1.1.1", 53), 1), look):
-    try: print("got", work())
-    except OSError: print("refused")
+    try: found = work()  # in a namespace the parent is one whose environment is empty
+    except OSError: found = None
+    print("got" if found else "refused")
 """
 
 
