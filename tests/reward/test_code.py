@@ -139,7 +139,7 @@ COMMON = [
     ("try: open('/dev/shm/x', 'w')\nexcept OSError: print('refused')", "refused"),
     ("a = [open('/dev/null') for _ in range(100)]", "OSError"),
     ("import os; print(sorted(set(os.environ) - {'PWD', 'LC_CTYPE'}))", "[]"),
-    ("import os; os.setuid(0)", "PermissionError"),
+    ("import os\ntry: os.setuid(0)\nexcept OSError: print('refused')", "refused"),
     ("x = bytearray(1 << 30)", "MemoryError"),
     ("import resource as r; r.setrlimit(r.RLIMIT_AS, (r.RLIM_INFINITY,) * 2)", "ValueError"),
 ]
@@ -153,7 +153,7 @@ COMMON = [
         ("open('/usr/x', 'w')", "OSError"),
         ("import socket; socket.create_connection(('1.1.1.1', 53), 2)", "OSError"),
         ("import os; print(os.listdir('/sys/class/net') if os.path.exists('/sys') else [])", "[]"),
-        ("import os; print(os.path.exists('/etc/passwd'), os.path.exists('/home'))", "False False"),
+        ("import os; print(os.path.exists('/etc/passwd'), os.path.exists('/var'))", "False False"),
         ("open('/x', 'w')", "OSError"),
         ("open('/tmp/x', 'w').write('1'); print('written')", "written"),
         ("import os; print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 5)", "True"),
