@@ -71,14 +71,16 @@ def compare(
         model(9).save(root / "teacher")
     typed = " ".join((SMALL.replace("model=tiny", f"model={kind}"), sampled, rewarded, words)).split()
     wanted, found = in_one(typed, root / "one"), on_ranks(size, [*typed, *spread], root / "several")
+    unseen = "router/" if "parallelism=cp" in spread else ()  # not measured where ranks share tokens
     reached = {name: one for rank in found for name, one in rank["gradients"].items()}
     for rank in found:
         assert all(torch.equal(rank["weights"][name], one) for name, one in found[0]["weights"].items())
         assert difference(reached | rank["gradients"], wanted["gradients"]) < gradients  # a stage has its own layers'
         assert difference(rank["weights"], wanted["weights"]) < WEIGHTS
         for mine, other in zip(rank["steps"], wanted["steps"], strict=True):
-            assert mine.keys() == other.keys()
-            steady = {name: value for name, value in other.items() if not name.endswith(UNSTEADY)}
+            seen = {name: value for name, value in other.items() if not name.startswith(unseen)}
+            assert mine.keys() == seen.keys()
+            steady = {name: value for name, value in seen.items() if not name.endswith(UNSTEADY)}
             assert {name: mine[name] for name in steady} == pytest.approx(steady, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
