@@ -127,12 +127,12 @@ def ones(branch: Branch) -> Branch:
     return Branch(branch.ids, {"weight": [1.0] * len(branch.ids)})
 
 
-@pytest.mark.parametrize("instructions", ["default", "avx2", "avx512"])
-def test_every_processor_merges_them(instructions: str) -> None:
+@pytest.mark.parametrize(("instructions", "of_mkl"), [("default", "SSE4_2"), ("avx2", "AVX2"), ("avx512", "AVX512")])
+def test_every_processor_merges_them(instructions: str, of_mkl: str) -> None:
     """One that rounds in another way is not taken for one whose kernel is wrong."""
     program = "from runner.model.shared_prompt_attention import merge_objection as found; import torch\n"
     program += "print(found(torch.device('cpu')))"
-    own = os.environ | {"ATEN_CPU_CAPABILITY": instructions, "PYTHONPATH": str(ROOT)}
+    own = os.environ | {"ATEN_CPU_CAPABILITY": instructions, "MKL_ENABLE_INSTRUCTIONS": of_mkl, "PYTHONPATH": str(ROOT)}
     assert subprocess.check_output([sys.executable, "-c", program], env=own, text=True) == "None\n"
 
 
