@@ -237,6 +237,21 @@ def test_samplers_that_follow_a_client_get_its_newest_weights(service: TrainingS
     assert sample(service, targets[0], key="shared") == wanted != sample(service, targets[0])
 
 
+def test_weights_are_replaced_while_another_request_runs_in_bfloat16(tmp_path: Path) -> None:
+    built = built_server(tmp_path, "model.dtype=bfloat16")
+    built.store.add_client(ClientRecord(NAMES[0], "me", "tiny", LORA, "2026-01-01"))
+    service = built.service
+    service.create(NAMES[0], LORA)
+    first, second = (CheckpointPath(NAMES[0], "sampler_weights", name) for name in ("a", "b"))
+    step(service, NAMES[0], 0)
+    service.publish("shared", first, False, None, None)
+    step(service, NAMES[0], 0, lr=0.1)
+    before = sample(service, None, key="shared")  # generates until the next weights arrive
+    service.publish("shared", second, False, None, None)
+    assert before != sample(service, None, key="shared") == sample(service, second)
+    service.remove(NAMES[0])
+
+
 def test_more_samplers_than_have_room_are_loaded_again(service: TrainingService) -> None:
     service.create(NAMES[0], LORA)
     sources = []
