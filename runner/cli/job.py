@@ -257,6 +257,10 @@ def _check_export(args: Namespace, source: ModelSource) -> None:
         raise UsageError(
             "--quantize is for a run, and needs --with ENV, where llmcompressor is installed (docs/models.md)"
         )
+    if args.weights and not args.combine:
+        raise UsageError("--weights is for adapters that --combine combines; leave it out")
+    if args.density is not None and not (args.combine or "").startswith(("ties", "dare")):
+        raise UsageError("--density is for --combine ties, dare_linear and dare_ties; leave it out")
     if source.kind == "run":
         if args.adapter or args.combine:
             raise UsageError("--adapter and --combine need a base, not a run; type run export BASE --adapter FOLDER")

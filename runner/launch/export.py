@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,23 +61,33 @@ def write_export(
     Raises StorageError if it cannot be written or `target` is not a folder, and what `check` raises; `target` is then
     unchanged.
     """
-    staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     remedy = "; the checkpoints are complete: free space or fix the disk, then type: run export"
+    with staged_folder(target, remedy) as new:
+        model.save(new)
+        found = check(new) if check is not None else None
+        base_weights = model.base_fingerprint.get("weights") if is_adapter(new) else None
+        write_card(new, spec, facts, found, base_weights)
+    return found
+
+
+@contextmanager
+def staged_folder(target: Path, remedy: str = "; free space or fix the disk") -> Iterator[Path]:
+    """A new folder to write an export into, which takes the place of `target` at the end of the block.
+
+    Raises StorageError if it cannot be written or `target` is not a folder; `target` is unchanged after any error.
+    """
+    staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     with storage_errors(f"cannot write the export {display_path(target)}", remedy, (OSError, SafetensorError)):
         if target.exists() and not target.is_dir():
             raise StorageError(f"{display_path(target)} exists and is not a folder; move it, then export again")
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            model.save(staging)
-            found = check(staging) if check is not None else None
-            base_weights = model.base_fingerprint.get("weights") if is_adapter(staging) else None
-            write_card(staging, spec, facts, found, base_weights)
+            yield staging
             open_to_readers(staging)
             replace_folder(staging, target)
         finally:
             if staging.exists():
                 shutil.rmtree(staging)
-    return found
 
 
 def open_to_readers(staging: Path) -> None:
@@ -96,35 +107,45 @@ def write_card(
     source, data = spec.model.source, spec.data.source
     base = adapter_base(source) if source and is_adapter(source) else source
     head = {
-        "library_name": "peft" if is_adapter(export) else "transformers",
-        "pipeline_tag": "text-generation",
         "tags": [name for name in (spec.algorithm.name, spec.adapter.name) if name != "none"],
         **({"base_model": base} if base and is_hub_id(base) else {}),
-        **({BASE_WEIGHTS: base_weights} if base_weights else {}),
-        **({BASE_QUANTIZATION: spec.model.quantization} if is_adapter(export) and spec.model.quantization else {}),
-        **({PROMPT_STYLE: facts.prompt_style} if facts.prompt_style == "text" else {}),
+        **card_facts(export, facts.prompt_style, base_weights, spec.model.quantization),
     }
     shown = sorted(name for name in without_bounds(facts.values) if name.startswith(("eval/", "train/loss")))
     rows = [
-        ("base model", _public_name(base) if base else f"{spec.model.name}, from random weights"),
-        ("data", ", ".join(map(_public_name, [data] if isinstance(data, str) else data))),
+        ("base model", public_name(base) if base else f"{spec.model.name}, from random weights"),
+        ("data", ", ".join(map(public_name, [data] if isinstance(data, str) else data))),
         ("algorithm", spec.algorithm.name),
         ("adapter", spec.adapter.name),
         ("step", f"{facts.step} of {spec.steps}"),
         *((name, interval_text(name, facts.values)) for name in shown),
     ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    parts = [f"# {spec.name}", f"| | |\n| --- | --- |\n{table}", "## How to load it", _loading_code(export)]
-    if facts.samples:
-        parts += ["## Samples", *map(_sample_text, facts.samples)]
+    parts = ["## Samples", *map(_sample_text, facts.samples)] if facts.samples else []
     if check is not None:
         parts += ["## Check", f"This folder was compared with the run that wrote it: {check}."]
-    front = yaml.safe_dump(head, sort_keys=False)
-    text = f"---\n{front}---\n\n" + "\n\n".join(parts) + "\n"
+    write_card_text(export, spec.name, head, rows, parts)
+
+
+def card_facts(export: Path, style: PromptStyle, base_weights: str | None, quantization: str | None) -> dict[str, str]:
+    """What the head of a card records for later commands: see `model_folder`."""
+    of_adapter = {BASE_WEIGHTS: base_weights, BASE_QUANTIZATION: quantization} if is_adapter(export) else {}
+    known = {**of_adapter, PROMPT_STYLE: style if style == "text" else None}
+    return {name: value for name, value in known.items() if value}
+
+
+def write_card_text(
+    export: Path, title: str, head: Mapping[str, object], rows: Sequence[tuple[str, str]], parts: Sequence[str] = ()
+) -> None:
+    """Write README.md: its head, a table of facts, how to load the folder, and more parts."""
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    own = {"library_name": "peft" if is_adapter(export) else "transformers", "pipeline_tag": "text-generation"}
+    front = yaml.safe_dump({**own, **head}, sort_keys=False)
+    shown = [f"# {title}", f"| | |\n| --- | --- |\n{table}", "## How to load it", _loading_code(export), *parts]
+    text = f"---\n{front}---\n\n" + "\n\n".join(shown) + "\n"
     (export / MODEL_CARD).write_text(text, encoding="utf-8")
 
 
-def _public_name(source: str) -> str:
+def public_name(source: str) -> str:
     """The public name of a source: only the file name of a local folder or file."""
     return source if not Path(source).is_absolute() and not Path(source).exists() else f"{Path(source).name} (local)"
 

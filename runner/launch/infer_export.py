@@ -17,9 +17,18 @@ from runner.data.config import ChatConfig
 from runner.data.examples import PromptExample, user_message
 from runner.data.readers import Problems, SourceLocation
 from runner.data.tokenization import EncodedAnswers, ExampleTokenizer
-from runner.inference.model_source import Checkpoint, ModelSource, load_run, load_source
-from runner.launch.export import CardFacts, CheckFolder, write_export
+from runner.inference.model_source import Checkpoint, LoadedModel, ModelSource, load_run, load_source
+from runner.launch.export import (
+    CardFacts,
+    CheckFolder,
+    card_facts,
+    public_name,
+    staged_folder,
+    write_card_text,
+    write_export,
+)
 from runner.launch.run_messages import ChatMarkers, plain_sample
+from runner.model.model_folder import base_quantization, is_adapter, says_plain_text
 from runner.run_dir.folder import RunFolder, display_path, hold_lock
 from runner.run_dir.manifest import PromptStyle
 from runner.spec.job import JobSpec
@@ -132,35 +141,57 @@ def combine_adapters(
     how: peft's combination type; weights: one per adapter; density: for ties and dare. Raises EnvironmentProblem if
     peft cannot combine them, also where it leaves some of their tensors out without an error.
     """
-    from runner.model.export import write_tokenizer  # it brings torch
+    from runner.model.export import write_model, write_tokenizer  # they bring torch
 
+    folders = [Path(adapter.path) for adapter in source.adapters]
+    if len({says_plain_text(folder) for folder in folders}) > 1:
+        text = "some of the adapters were trained on plain text, and others on chats"
+        raise EnvironmentProblem(f"--combine {how}: {text}\n  combine those of one kind")
     loaded = load_source(source, **loading)
-    names = list(loaded.adapters.values())
     module: Any = loaded.model.module
-    active = names[0]
-    if how is not None:
-        lost = [name for name in NOT_COMBINED if any(getattr(module.peft_config[one], name, None) for one in names)]
-        if lost:
-            text = f"peft would leave out what an adapter trains by {' and '.join(lost)}"
-            raise EnvironmentProblem(f"--combine {how}: {text}\n  merge each adapter into its base: --merge")
-        module.peft_config[active].use_rslora = False  # peft copies it, and would scale the combined one by it again
-        options = {"density": density} if how.startswith(("ties", "dare")) else {}
-        try:
-            module.add_weighted_adapter(names, list(weights), "combined", combination_type=how, **options)
-        except (ValueError, RuntimeError) as error:
-            raise EnvironmentProblem(f"--combine {how}: {error}") from error
-        active = "combined"
-    module.set_adapter(active)
-    if merge or module.peft_config[active].target_parameters:  # which older releases ignore without an error
-        loaded.model.merge_on_save()
-        loaded.model.save(out)
-        return
-    module.save_pretrained(out, selected_adapters=[active], save_embedding_layers=False)
-    if (inner := out / active).is_dir():  # peft writes an adapter that is not named default here
-        for path in inner.iterdir():
-            shutil.move(path, out / path.name)
-        inner.rmdir()
-    write_tokenizer(out, loaded.tokenizer)
+    active = "default" if how is None else _add_combined(module, list(loaded.adapters.values()), how, weights, density)
+    with staged_folder(out) as new:
+        if merge or module.peft_config[active].target_parameters:  # which older releases ignore without an error
+            loaded.model.merge_on_save()
+            loaded.model.save(new)
+        else:
+            write_model(module, new)
+            for path in (new / active).iterdir():  # where peft writes an adapter that is not named default
+                shutil.move(path, new / path.name)
+            (new / active).rmdir()
+            write_tokenizer(new, loaded.tokenizer)
+        _write_adapters_card(new, source, loaded, weights, how)
+
+
+def _add_combined(module: Any, names: list[str], how: str, weights: Sequence[float], density: float) -> str:
+    """Put the combination in the place of a peft model's adapters; returns its name. Raises EnvironmentProblem."""
+    lost = [name for name in NOT_COMBINED if any(getattr(module.peft_config[one], name, None) for one in names)]
+    if lost:
+        text = f"peft would leave out what an adapter trains by {' and '.join(lost)}"
+        raise EnvironmentProblem(f"--combine {how}: {text}\n  merge each adapter into its base: --merge")
+    module.peft_config[names[0]].use_rslora = False  # peft copies it, and would scale the combined one by it again
+    options = {"density": density} if how.startswith(("ties", "dare")) else {}
+    try:
+        module.add_weighted_adapter(names, list(weights), "combined", combination_type=how, **options)
+    except (ValueError, RuntimeError) as error:
+        raise EnvironmentProblem(f"--combine {how}: {error}") from error
+    module.set_adapter("combined")
+    for name in names:
+        module.delete_adapter(name)
+    return "combined"
+
+
+def _write_adapters_card(
+    folder: Path, source: ModelSource, loaded: LoadedModel, weights: Sequence[float], how: str | None
+) -> None:
+    """Write a card with what those of the adapters record for later commands."""
+    recorded = base_quantization(source.adapters[0].path)
+    base = loaded.model.base_fingerprint.get("weights") if is_adapter(folder) else None
+    head: dict[str, object] = {"base_model": source.path} if source.kind == "hub" else {}
+    head |= card_facts(folder, loaded.prompt_style, base, recorded)
+    names = ", ".join(f"{one.name} × {weight:g}" for one, weight in zip(source.adapters, weights, strict=True))
+    rows = [("base model", public_name(source.path)), ("adapters", names), *([("combined by", how)] if how else [])]
+    write_card_text(folder, folder.name, head, rows)
 
 
 def push(folder: Path, target: str) -> str:

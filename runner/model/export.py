@@ -211,7 +211,8 @@ def rebuild_module(module: Any, inner: Any, tensors: dict[str, Tensor]) -> Any:
         import peft
 
         with no_peft_warnings():
-            made = peft.get_peft_model(made, module.peft_config[module.active_adapter], low_cpu_mem_usage=True)
+            active = module.active_adapter
+            made = peft.get_peft_model(made, module.peft_config[active], active, low_cpu_mem_usage=True)
     made.load_state_dict(tensors, assign=True)
     made.tie_weights()
     return made

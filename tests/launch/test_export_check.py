@@ -22,6 +22,7 @@ from runner.inference.model_source import load_source, parse_source
 from runner.launch.export_check import _compare_answers, check_export, run_prompts
 from runner.model import hf
 from runner.model.config import HfConfig
+from runner.model.model_folder import base_quantization, says_plain_text
 from runner.model.tiny import byte_tokenizer
 from runner.run_dir.folder import RunFolder
 from tests.inference.model_folders import write_adapter, write_base
@@ -125,12 +126,20 @@ def test_adapters_are_combined_and_merged_as_peft_does(folders: Path, tmp_path: 
         if name.endswith("lora_A.weight"):
             product = one[name.replace("lora_A", "lora_B")] @ one[name] * settings["lora_alpha"] / settings["r"]
             torch.testing.assert_close(product, given[name.replace("lora_A", "lora_B")] @ given[name] * 2)
+    whole = tmp_path / "whole"
+    assert main([*words, "--combine", "linear", "--weights", "1,0", "--merge", "--out", str(whole)]) == 0
+    sums, merged = (load_file(path / "model.safetensors") for path in (whole, tmp_path / "merged"))
+    torch.testing.assert_close(sums, merged)
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "merged", "whole"}
+    capsys.readouterr()
     shutil.rmtree(tmp_path / "merged")
     for more, complaint in (
         ([], "type how to combine them: --combine"),
         (["--combine", "linear", "--weights", "1", "--out", "x"], "--weights has 1 numbers for 2 adapters"),
         (["--combine", "linear"], "--out FOLDER is required"),
         (["--combine", "linear", "--out", "x", "--push", "there"], "expected hub:OWNER/NAME"),
+        (["--merge", "--weights", "1,2"], "--weights is for adapters that --combine combines; leave it out"),
+        (["--combine", "linear", "--density", "0.2"], "--density is for --combine ties, dare_linear and dare_ties"),
     ):
         assert main([*words, *more]) == 2
         assert complaint in capsys.readouterr().err
@@ -156,6 +165,24 @@ def test_combined_adapters_keep_the_scale_of_rslora_and_lose_no_tensor(
         [name] = options
         assert f"an adapter trains by {name}\n" in capsys.readouterr().err and not (tmp_path / "x").exists()
         shutil.rmtree(tmp_path / "more")
+
+
+def test_what_adapters_record_is_recorded_of_them_together(folders: Path, tmp_path: Path, capsys: Any) -> None:
+    plain = [shutil.copytree(folders / name, tmp_path / name) for name in ("a", "b")]
+    for folder in plain:
+        folder.joinpath("README.md").write_text("---\nprompt_style: text\nbase_quantization: int8\n---\n")
+    words = ["export", str(folders / "base"), "device=cpu", "--adapter", str(plain[0])]
+    one, merged = tmp_path / "one", tmp_path / "merged"
+    for more in (
+        ["--combine", "cat", "--adapter", str(plain[1]), "--out", str(one)],
+        ["--merge", "--out", str(merged)],
+    ):
+        assert main([*words, *more]) == 0
+    assert says_plain_text(one) and base_quantization(one) == "int8" and (one / "generation_config.json").is_file()
+    assert says_plain_text(merged) and base_quantization(merged) is None
+    capsys.readouterr()
+    words += ["--combine", "cat", "--adapter", str(folders / "b"), "--out", str(tmp_path / "mixed")]
+    assert main(words) == 2 and "on plain text, and others on chats" in capsys.readouterr().err
 
 
 def test_a_hub_that_cannot_be_reached_leaves_the_export(
