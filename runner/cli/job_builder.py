@@ -49,7 +49,7 @@ from runner.spec.decode import decode, with_origins
 from runner.spec.job import RECIPE, JobSpec
 from runner.spec.registry import Registry, default_registry
 from runner.spec.saved_spec import translate_spec
-from runner.spec.schema import groups_of, with_second_models
+from runner.spec.schema import EVALUATION, groups_of, with_second_models
 from runner.spec.suggest import unknown_name
 
 
@@ -296,8 +296,12 @@ def _sections(
             files = compose_files(loader, kept)
         except Uncomposable as error:
             raise SpecError([*problems, error.problem]) from error
-    for choice in kept:
-        section = choice.key.rpartition("@")[2]
+    chosen_sections = [choice.key.rpartition("@")[2] for choice in kept]
+    if EVALUATION in chosen_sections:  # a preset adds a set, and leaves the section's others
+        chosen_sections.remove(EVALUATION)
+        sets = OmegaConf.select(files.config, f"{EVALUATION}.sets")
+        chosen_sections += [f"{EVALUATION}.sets.{name}" for name in sets]
+    for section in chosen_sections:
         for key in [k for k in origins if f"{k}.".startswith(f"{section}.")]:
             del origins[key]
         chosen = OmegaConf.select(files.config, section)

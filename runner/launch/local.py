@@ -91,7 +91,7 @@ def start_run(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], w
         if not later:
             return begin_attempt(spec, folder, 1, typed_job)
         submission.mark_waiting(folder)
-    return submission.submit(spec, folder, [word for word in typed if word.lstrip("+") == TRUST_REMOTE_CODE])
+    return submission.submit(spec, folder, [TRUST_REMOTE_CODE] if spec.model.runs_remote_code else [])
 
 
 def _handle_slurm_signals(spec: JobSpec) -> AbstractContextManager[None]:
@@ -163,7 +163,9 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
     if srun_task.is_outside_slurm(spec):
         submission.refuse_queued(folder)
         submission.check_submission(spec)
-        return submission.submit(spec, folder, typed)
+        with hold_lock(folder):  # what is asked of Slurm is kept; in its job it could not be typed
+            write_spec(folder, before.model_copy(update={"launch": spec.launch}))
+        return submission.submit(spec, folder, _not_of_launch(typed))
     if status.get("state") == submission.WAITING:
         with hold_lock(folder):
             spec = prepare_spec(spec)
@@ -177,6 +179,10 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         if spec != before or read_spec(folder).note:
             write_spec(folder, spec)
         return begin_attempt(spec, folder, attempt, typed_job)
+
+
+def _not_of_launch(words: Sequence[str]) -> list[str]:
+    return [word for word in words if not word.lstrip("+").startswith(("launch=", "launch."))]
 
 
 def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:

@@ -26,7 +26,8 @@ from runner.launch.worker_process import enable_stack_dumps
 from runner.run_dir.folder import RunFolder, read_spec
 from runner.run_dir.manifest import redact
 from runner.sampler.server.job_token import take_token
-from runner.spec.decode import decode
+from runner.spec.base import COMMAND_LINE, iter_leaves
+from runner.spec.decode import TRUST_KEY, decode
 from runner.spec.job import JobSpec
 
 
@@ -85,8 +86,13 @@ def serve_store(listener: int) -> object:
 
 
 def load_spec(folder: RunFolder) -> JobSpec:
-    """The job in a run folder. Raises EnvironmentProblem if it cannot be read, SpecError."""
-    return decode(read_spec(folder).data, {})
+    """The job in a run folder, whose launcher has checked who set what.
+
+    Raises EnvironmentProblem if it cannot be read, SpecError.
+    """
+    data = read_spec(folder).data
+    trusted = [key for key, _ in iter_leaves(data) if key.endswith(TRUST_KEY)]
+    return decode(data, dict.fromkeys(trusted, COMMAND_LINE))
 
 
 def exit_process(code: int) -> NoReturn:

@@ -66,11 +66,12 @@ def torchrun_layout(place: RankInfo, words: Sequence[str]) -> list[str]:
     if nodes > 1:
         address = ":".join(os.environ[name] for name in RENDEZVOUS_VARIABLES)
         found |= {"node_rank": place.node_rank, "rdzv_endpoint": address}
+    layout = {f"launch.{name}": str(value) for name, value in found.items()}
     for word in words:
         name, _, value = word.lstrip("+").partition("=")
-        if name.startswith("launch.") and value != str(found.get(name.removeprefix("launch."), value)):
+        if value != layout.pop(name, value):
             raise EnvironmentProblem(f"{word}: torchrun started {found['devices']} × {nodes} processes; leave it out")
-    return [f"launch.{name}={value}" for name, value in found.items()]
+    return [f"{name}={value}" for name, value in layout.items()]
 
 
 def torchrun_command(devices: int, machines: int) -> str:

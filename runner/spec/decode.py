@@ -25,6 +25,7 @@ from runner.spec.schema import CALLBACKS, OptionIndex, groups_of, model_schema
 from runner.spec.suggest import NO_JOB, Job, format_value, unknown_name, value_complaint
 
 MISSING = "???"
+TRUST_KEY = "trust_remote_code"
 Path = tuple[str, ...]
 Found = tuple[str, str]  # key, message
 
@@ -46,9 +47,10 @@ def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Regist
     if job is not None:
         job = _with_device_defaults(job)
         found += [item for item in _contradictions(job) if not _mentions(item, replaced)]
-        typed = [key for key in ("epochs", "steps") if origins.get(key) == COMMAND_LINE]
-        if job.epochs is not None and len(typed) == 2:
-            found.append(("epochs", f"{job.epochs:g}, but steps={job.steps} is set too; leave one of them out"))
+        if job.epochs is not None and origins.get("steps") == COMMAND_LINE:
+            whose = origin_of("epochs", origins)
+            way = "leave one of them out" if whose == COMMAND_LINE else "leave it out, or type epochs=null too"
+            found.append(("steps", f"{job.steps}, but epochs={job.epochs:g} decides (set by: {whose}); {way}"))
     if found:
         raise SpecError(_with_advice(with_origins(found, origins), chosen, keys))
     assert job is not None  # no problem was found
@@ -79,7 +81,7 @@ def refuse_code(data: Mapping[str, Any], origins: Mapping[str, str]) -> None:
                 f"{origin_of(key, origins) or 'a file'})\n"
                 "  remove it; to add a component, register its config class (entry-point group runner.components)"
             )
-        if key.endswith("trust_remote_code") and value is True and origin_of(key, origins) != COMMAND_LINE:
+        if key.endswith(TRUST_KEY) and value is True and origin_of(key, origins) != COMMAND_LINE:
             raise SecurityError(
                 f"{key}: only the command line may allow a model to run its own code, not "
                 f"{origin_of(key, origins) or 'a file'}\n"

@@ -307,6 +307,13 @@ def test_other_variables_and_interpolations_resolve(workdir: Path, monkeypatch: 
     assert (spec.name, spec.evaluation.every) == ("ada-7", 50)
 
 
+def test_typed_steps_that_epochs_of_a_recipe_replace_are_refused(workdir: Path) -> None:
+    recipe(workdir / "recipes", "ep", "epochs: 3\n")
+    with pytest.raises(SpecError, match=r"steps: 20, but epochs=3 decides \(set by: recipe/ep\); leave it out, or"):
+        compose_job(["+recipe=ep", "steps=20"])
+    assert compose_job(["+recipe=ep", "steps=20", "epochs=null"]).spec.steps == 20
+
+
 def test_trusting_a_models_code_takes_the_command_line(workdir: Path) -> None:
     recipe(
         workdir / "recipes",
@@ -344,6 +351,17 @@ def test_overrides_on_a_spec_file(spec_yaml: Path) -> None:
     assert composed.origins["steps"] == "command line"
     assert composed.origins["optimizer.lr"] == "spec.yaml"
     assert not [key for key in composed.origins if key.startswith("tracker.") and key != "tracker.name"]
+
+
+def test_a_set_is_added_to_a_spec_file_and_nothing_else_changes(spec_yaml: Path) -> None:
+    own = {"every": 7, "max_new_tokens": 30, "sets": {"own": {"data": {"name": "demo"}}}}
+    saved = yaml.safe_load(spec_yaml.read_text())
+    spec_yaml.write_text(yaml.safe_dump({**saved, "evaluation": {**saved["evaluation"], **own}}))
+    composed = re_decode(spec_yaml, ["+evaluation=[format,arithmetic]", "evaluation.sets.format.max_new_tokens=9"])
+    found = composed.spec.evaluation
+    assert (found.every, found.max_new_tokens, [*found.sets]) == (7, 30, ["own", "format", "arithmetic"])
+    assert found.sets["own"] == own["sets"]["own"] and found.sets["format"]["max_new_tokens"] == 9
+    assert composed.origins["evaluation.every"] == "spec.yaml"
 
 
 def test_mistakes_on_a_spec_file(spec_yaml: Path) -> None:

@@ -11,6 +11,7 @@ import yaml
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import Interrupted, RunnerError
+from runner.launch.rank_main import load_spec
 from runner.launch.run_records import status_of, write_spec
 from runner.run_dir.folder import RunFolder, read_mapping
 
@@ -80,3 +81,9 @@ def test_the_spec_of_a_folder_with_an_odd_name_can_be_read(name: str, workdir: P
     folder = RunFolder(workdir / name)
     write_spec(folder, compose_job(["+recipe=sft_demo"]).spec)
     assert read_mapping(folder.spec)["name"] == "sft_demo"
+
+
+def test_a_rank_may_run_the_code_that_its_launcher_was_told_to_trust(tmp_path: Path) -> None:
+    spec = compose_job(["model=hf", "model.path=x/y", "model.trust_remote_code=true", "data=demo"]).spec
+    write_spec(RunFolder(tmp_path), spec)
+    assert load_spec(RunFolder(tmp_path)) == spec

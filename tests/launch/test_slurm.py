@@ -77,6 +77,13 @@ def test_what_contradicts_slurm_is_refused(step: None, name: str, value: object,
         srun_task.slurm_layout({**OWN, name: value}, {**DEFAULTS, f"launch.{name}": "command line"}, "cpu")
 
 
+def test_what_repeats_slurm_is_not_set_twice(step: None) -> None:
+    typed = {**DEFAULTS, "launch.nodes": "command line"}
+    assert not any(
+        word.startswith("launch.nodes=") for word in srun_task.slurm_layout({**OWN, "nodes": 2}, typed, "cpu")
+    )
+
+
 @pytest.mark.parametrize(("device", "cores", "said"), [("npu", 1, "8 processes on cards have 1 core"), ("npu", 8, "")])
 def test_too_few_cores_are_said(
     device: str, cores: int, said: str, step: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -269,7 +276,13 @@ def test_a_run_that_slurm_has_is_not_submitted_again(cluster: Path, tmp_path: Pa
     said = job.run("resume", "latest", code=2)
     assert f"this run is already in Slurm: job {number}" in said and f"scancel {number}" in said
     slurm_stand_in.end_all(cluster)
-    assert f"job {number + 1} submitted" in job.run("resume", "latest", "steps=2001")
+    asked = ("launch.time=120", "launch.nodes=2", "launch.follow=true")
+    process = job.start("resume", "latest", "steps=2001", *asked)
+    wait_until(lambda: job.steps() > 2, process)
+    slurm_stand_in.end_all(cluster)
+    process.wait(DEADLINE_S)
+    assert f"job {number + 1} submitted: 2 machines" in job.said()
+    assert yaml.safe_load(RunFolder(job.latest).spec.read_text())["launch"]["time"] == 120
 
 
 def slurm_stand_in_job(state: Path) -> dict[str, int]:

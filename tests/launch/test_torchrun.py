@@ -33,7 +33,7 @@ def test_the_layout_is_what_was_started(meeting: None) -> None:
 
 
 def test_a_layout_that_is_typed_must_be_the_same(meeting: None) -> None:
-    assert torchrun.torchrun_layout(RankInfo(0, 4, 0, 4), ["launch.devices=4"])
+    assert torchrun.torchrun_layout(RankInfo(0, 4, 0, 4), ["launch.devices=4"]) == ["launch.nodes=1"]
     with pytest.raises(EnvironmentProblem, match=r"launch\.devices=3: torchrun started 4 × 1 processes"):
         torchrun.torchrun_layout(RankInfo(0, 4, 0, 4), ["launch.devices=3"])
     with pytest.raises(EnvironmentProblem, match="start the same number on each machine"):

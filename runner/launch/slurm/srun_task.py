@@ -114,7 +114,7 @@ def slurm_layout(own: Mapping[str, Any], origins: Mapping[str, str], device: str
     if task is not None and task.machines > 1:
         found |= {"node_rank": task.node, "rdzv_endpoint": task.address}
     found |= _devices(own, origins, _cards(task, own.get("gres"), device))
-    return [f"launch.{name}={value}" for name, value in found.items()]
+    return [f"launch.{name}={value}" for name, value in found.items() if name not in typed]
 
 
 def _machines() -> int:
