@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import shutil
@@ -15,13 +16,13 @@ from pathlib import Path
 
 from runner.core.auto_choices import Decisions
 from runner.core.device_kinds import Kind
-from runner.core.errors import DeadlineExceeded, EnvironmentProblem, Interrupted, RankLost
+from runner.core.errors import CheckpointError, DeadlineExceeded, EnvironmentProblem, Interrupted, RankLost
 from runner.core.signals import SignalRecorder
 from runner.core.subprocess import POLL_S, ChildProcess
 from runner.inference.engine_process import EngineSettings
 from runner.inference.model_source import ModelSource, parse_source, source_spec
 from runner.inference.serve import ServeSettings
-from runner.model.model_folder import check_adapter_base, read_adapter_config
+from runner.model.model_folder import check_adapter_base, exported_step, read_adapter_config
 from runner.run_dir.folder import OUTPUTS, RunFolder, display_path
 from runner.sampler.vllm.arguments import RANKS
 from runner.sampler.vllm.versions import LAYOUT
@@ -47,7 +48,7 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
         text = "the run's sampler.stop and sampler.stop_token_ids end only completions of requests that name them"
         print(f"engine=vllm: {text} (stop, stop_token_ids)", file=sys.stderr)
     log = _log_path(source)
-    source = exported_source(source)
+    source, step = exported_source(source)
     check_adapters(source)
     with listen(settings.host, settings.port) as bound:  # that it can be had is known before vLLM is started
         settings = settings.model_copy(update={"port": bound.getsockname()[1]})
@@ -63,7 +64,8 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
         )
         try:
             _wait_healthy(child, settings, recorder, log)
-            print(f"{source.name}: {settings.url}/v1 (engine=vllm; Ctrl-C ends it)", flush=True)
+            served = source.name if step is None else f"{source.name}, step {step}"
+            print(f"{served}: {settings.url}/v1 (engine=vllm; Ctrl-C ends it)", flush=True)
             while child.is_running() and not recorder.stop_signals:
                 time.sleep(POLL_S)
             _raise_if_ended(child, recorder, log)
@@ -73,17 +75,45 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
     raise Interrupted(number, f"{signal.Signals(number).name}: vLLM stopped")
 
 
-def exported_source(source: ModelSource) -> ModelSource:
-    """What vLLM reads of a source: of a run its export. Raises EnvironmentProblem where there is none."""
+def exported_source(source: ModelSource) -> tuple[ModelSource, int | None]:
+    """What vLLM reads of a source, and the step where it is known: of a run, the export of its checkpoint.
+
+    Raises EnvironmentProblem where there is none, CheckpointError where no checkpoint is the best one.
+    """
     if source.kind != "run":
-        return source
-    export = RunFolder(Path(source.path)).export
+        return source, None
+    folder, named = RunFolder(Path(source.path)), source.checkpoint != "last"
+    step, exported = _checkpoint_step(source, folder), exported_step(folder.export)
+    export = folder.export if step is None or exported == step else folder.export_of(step)
+    if not export.is_dir() and not named and (exported is None or exported > (step or 0)):
+        export = folder.export
+    step = exported if export == folder.export else step
     if not export.is_dir():
-        raise EnvironmentProblem(
-            f"engine=vllm reads exports, but {source.text} has none; type: run export {source.text}"
-        )
+        wanted = "" if not named else f" --checkpoint {source.checkpoint}"
+        text = f"engine=vllm reads exports, but {source.text} has none"
+        text += "" if step is None else f" of checkpoint {step}"
+        older = f"\n  export/ is of step {exported}: --checkpoint {exported} serves it" if exported is not None else ""
+        raise EnvironmentProblem(f"{text}; type: run export {source.text}{wanted}{older}")
+    if step is None and folder.has_checkpoint:
+        text = f"does not say its step; it may be older than the newest checkpoint, {folder.checkpoint_steps[-1]}"
+        print(f"engine=vllm: {display_path(export)} {text}", file=sys.stderr)
     found = parse_source(str(export), base=source.base)
-    return replace(found, name=source.name)
+    return replace(found, name=source.name), step
+
+
+def _checkpoint_step(source: ModelSource, folder: RunFolder) -> int | None:
+    """The step of a run's checkpoint; None = the newest one of a run without any. Raises CheckpointError."""
+    if isinstance(source.checkpoint, int):
+        return source.checkpoint
+    if source.checkpoint == "last":
+        return max(folder.checkpoint_steps, default=None)
+    from runner.checkpoint.store import CheckpointStore  # it brings torch
+
+    report = logging.getLogger("runner").warning
+    store = CheckpointStore(source_spec(source).checkpoint, root=folder.checkpoints, report=report)
+    if (step := store.best()) is None:
+        raise CheckpointError(f"{source.text}: the run did not measure checkpoint.best; type --checkpoint last")
+    return step
 
 
 def check_adapters(source: ModelSource) -> None:

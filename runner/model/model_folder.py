@@ -56,6 +56,14 @@ def _card_value(folder: Path, name: str) -> str | None:
     return next((line.removeprefix(f"{name}: ") for line in lines[:40] if line.startswith(f"{name}: ")), None)
 
 
+def exported_step(folder: Path) -> int | None:
+    """The step that the model card of an export names; None = there is no such card."""
+    card = folder / MODEL_CARD
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    found = re.search(r"^\| step \| (\d+) of \d+ \|$", text, re.MULTILINE)
+    return int(found[1]) if found else None
+
+
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder is a PEFT adapter without its base."""
     return (Path(folder) / ADAPTER_CONFIG).is_file()

@@ -91,7 +91,13 @@ class RunFolder:
     @property
     def has_checkpoint(self) -> bool:
         """Whether a checkpoint was committed; it may be damaged."""
-        return any(self.checkpoints.glob("step-*/MANIFEST.json"))
+        return bool(self.checkpoint_steps)
+
+    @property
+    def checkpoint_steps(self) -> list[int]:
+        """The steps of the committed checkpoints, ascending; they may be damaged."""
+        found = self.checkpoints.glob("step-*/MANIFEST.json")
+        return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
 
     def export_of(self, step: int) -> Path:
         """The export of a checkpoint that was requested by name."""

@@ -8,19 +8,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
+from runner.checkpoint.format import MANIFEST_FILE, Manifest, encode_manifest
+from runner.cli.job_builder import compose_job
 from runner.core.device_kinds import KINDS
 from runner.core.errors import EnvironmentProblem
 from runner.inference.engine_process import EngineSettings
-from runner.inference.model_source import AdapterSource, ModelSource
+from runner.inference.model_source import AdapterSource, Checkpoint, ModelSource
 from runner.inference.serve import ServeSettings
 from runner.inference.vllm_process import exported_source, vllm_command, vllm_environment
+from runner.launch.export import CardFacts, write_card
 from tests.inference.scripted import serve
 
 STAND_IN = """\
@@ -139,11 +144,71 @@ def test_weights_can_be_replaced_only_where_that_was_typed() -> None:
     assert found == {"PATH": "/bin", **own}
 
 
+def write_run(root: Path, steps: Sequence[int], exports: Mapping[str, int | None]) -> Path:
+    """A run's folder with checkpoints whose eval/loss grows, and exports with their cards; None = without one."""
+    spec = compose_job(["+recipe=sft_demo", "checkpoint.best=eval/loss"]).spec
+    for step in steps:
+        (folder := root / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+        (folder / MANIFEST_FILE).write_bytes(encode_manifest(Manifest(step, "", {"eval/loss": float(step)}, {})))
+    (root / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
+    for name, exported in exports.items():
+        (root / name).mkdir(parents=True)
+        write_model(root / name)
+        if exported is not None:
+            write_card(root / name, spec, CardFacts(exported, {}))
+    return root
+
+
+def run_source(root: Path, checkpoint: Checkpoint = "last") -> ModelSource:
+    return ModelSource("latest", "run", "demo", str(root), checkpoint)
+
+
 def test_a_run_is_served_from_its_export(tmp_path: Path) -> None:
-    run = ModelSource("latest", "run", "demo", str(tmp_path))
+    run = run_source(tmp_path)
     with pytest.raises(EnvironmentProblem, match="latest has none; type: run export latest"):
         exported_source(run)
-    (tmp_path / "export").mkdir()
-    write_model(tmp_path / "export")
-    found = exported_source(run)
+    write_run(tmp_path, [], {"export": None})
+    found, step = exported_source(run)
     assert (found.kind, found.name, found.path) == ("folder", "demo", str((tmp_path / "export").resolve()))
+    assert step is None
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "exports", "folder", "step"),
+    [
+        ("last", {"export": 3}, "export", 3),
+        ("last", {"export": 4}, "export", 4),
+        ("last", {"export": 2, "export-step-3": 3}, "export-step-3", 3),
+        (2, {"export": 3, "export-step-2": 2}, "export-step-2", 2),
+        ("best", {"export": 3, "export-step-2": 2}, "export-step-2", 2),
+        ("best", {"export": 2}, "export", 2),
+    ],
+)
+def test_the_export_served_is_that_of_the_checkpoint(
+    checkpoint: Checkpoint, exports: dict[str, int | None], folder: str, step: int, tmp_path: Path
+) -> None:
+    found, exported = exported_source(run_source(write_run(tmp_path, [2, 3], exports), checkpoint))
+    assert (Path(found.path).name, exported) == (folder, step)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "exports", "text"),
+    [
+        ("last", {"export": 2}, r"none of checkpoint 3; type: run export latest\n  export/ is of step 2: --check"),
+        (2, {"export": 3}, "none of checkpoint 2; type: run export latest --checkpoint 2"),
+        (2, {"export": None}, "none of checkpoint 2; type: run export latest --checkpoint 2$"),
+        ("best", {"export": 3}, "none of checkpoint 2; type: run export latest --checkpoint best"),
+    ],
+)
+def test_an_export_of_another_checkpoint_is_not_served(
+    checkpoint: Checkpoint, exports: dict[str, int | None], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(EnvironmentProblem, match=text):
+        exported_source(run_source(write_run(tmp_path, [2, 3], exports), checkpoint))
+
+
+def test_an_export_that_does_not_say_its_step_is_served_with_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exported_source(run_source(write_run(tmp_path, [2, 3], {"export": None})))[1] is None
+    assert "export does not say its step; it may be older than the newest checkpoint, 3" in capsys.readouterr().err
