@@ -24,8 +24,9 @@ from pydantic import Field
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, OutOfMemory, RunnerError
 from runner.core.subprocess import JsonLines
+from runner.inference.adapter_chat import check_chat, check_shared_chat
 from runner.inference.engine import GenerationRequest, SamplingParams, TokenEvent
-from runner.inference.model_source import ModelSource, load_source, parse_source
+from runner.inference.model_source import ModelSource, fetch_source, load_source, parse_source
 from runner.interfaces.media import images_of
 from runner.spec.base import Config
 
@@ -176,6 +177,8 @@ class EngineHost:
             raise DataError(f"an adapter is named '{name}' already")
         if not self._adapters and hasattr(self._model.module, "get_base_model"):
             raise DataError("the served model is an adapter itself; serve its base: run serve BASE")
+        base = fetch_source(self._settings.parse()).path if self._settings.adapters else None
+        check_chat(self._model.tokenizer, folder, base, self._settings.trust_remote_code, "the served model")
         version = self._begin_load()
         self._num_loads += 1
         peft_name = f"loaded{self._num_loads}"
@@ -232,9 +235,13 @@ def decode_event(content: list[Any]) -> TokenEvent:
 
 def load_engine(settings: EngineSettings, folder: Path) -> tuple[EngineHost, EngineInfo]:
     """Load the model, and write its tokenizer into the folder. Raises what `load_source` raises."""
-    loaded = load_source(settings.parse(), device=settings.device, trust_remote_code=settings.trust_remote_code)
+    source = settings.parse()
+    loaded = load_source(source, device=settings.device, trust_remote_code=settings.trust_remote_code)
     # a single adapter that the source itself is can be merged; of others each request chooses one
     adapters = {} if list(loaded.adapters) == [loaded.name] else dict(loaded.adapters)
+    if adapters:
+        base_name = None if loaded.name in adapters else loaded.name
+        check_shared_chat(source, settings.trust_remote_code, base_name)
     host = EngineHost(loaded.model, settings, adapters)
     loaded.tokenizer.save_pretrained(folder)
     limits, reader = host.engine.limits, images_of(loaded.tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
@@ -9,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -19,10 +20,11 @@ from runner.core.device_kinds import Kind
 from runner.core.errors import CheckpointError, DeadlineExceeded, EnvironmentProblem, Interrupted, RankLost
 from runner.core.signals import SignalRecorder
 from runner.core.subprocess import POLL_S, ChildProcess
+from runner.inference.adapter_chat import check_shared_chat
 from runner.inference.engine_process import EngineSettings
 from runner.inference.model_source import ModelSource, parse_source, source_spec
 from runner.inference.serve import ServeSettings
-from runner.model.model_folder import check_adapter_base, exported_step, read_adapter_config
+from runner.model.model_folder import check_adapter_base, exported_step, read_adapter_config, read_json
 from runner.run_dir.folder import OUTPUTS, RunFolder, display_path
 from runner.sampler.vllm.arguments import RANKS
 from runner.sampler.vllm.versions import LAYOUT
@@ -53,7 +55,7 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
     with listen(settings.host, settings.port) as bound:  # that it can be had is known before vLLM is started
         settings = settings.model_copy(update={"port": bound.getsockname()[1]})
     kind = source_spec(source, device=model.device).device.kind
-    command = vllm_command(source, model, settings, kind)
+    command = vllm_command(source, model, settings, kind, chat_options(source, model, log.with_suffix("").resolve()))
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"engine=vllm: {shlex.join(command)}\n  log: {display_path(log)}", file=sys.stderr, flush=True)
     recorder = SignalRecorder()
@@ -133,13 +135,38 @@ def check_adapters(source: ModelSource) -> None:
         print(fact, file=sys.stderr)
 
 
-def vllm_command(source: ModelSource, model: EngineSettings, settings: ServeSettings, kind: Kind) -> list[str]:
-    """The command that serves a source as this project's own engine would."""
+PLAIN = ("--generation-config", "vllm")  # and not the model's own, which would change what is sampled
+
+
+def chat_options(source: ModelSource, model: EngineSettings, folder: Path) -> Sequence[str]:
+    """Options that give vLLM the chat template and end tokens of adapters; it reads the base's.
+
+    folder: where their end tokens are written, if there are any. Raises EnvironmentProblem where adapters differ.
+    """
+    tokenizer = check_shared_chat(source, model.trust_remote_code, _base_name(source))
+    options = [] if tokenizer is None else ["--tokenizer", tokenizer]
+    files = [Path(adapter.path) / "generation_config.json" for adapter in source.adapters]
+    found = [read_json(file).get("eos_token_id") for file in files if file.is_file()]
+    ends = {id for one in found if one is not None for id in (one if isinstance(one, list) else [one])}
+    if not ends:
+        return [*options, *PLAIN]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(ends)}))
+    return [*options, "--generation-config", str(folder)]
+
+
+def _base_name(source: ModelSource) -> str:
+    """The name by which requests choose the model without its adapters."""
+    return f"{source.name}-base" if any(source.name == adapter.name for adapter in source.adapters) else source.name
+
+
+def vllm_command(
+    source: ModelSource, model: EngineSettings, settings: ServeSettings, kind: Kind, chat: Sequence[str] = PLAIN
+) -> list[str]:
+    """The command that serves a source as this project's own engine would. chat: see `chat_options`."""
     adapters = {adapter.name: adapter.path for adapter in source.adapters}
-    names = [source.name] if source.name not in adapters else [f"{source.name}-base"]
     command = ["vllm", "serve", source.path, "--host", settings.host, "--port", str(settings.port)]
-    command += ["--served-model-name", *names]
-    command += ["--generation-config", "vllm"]  # and not the model's own, which would change what is sampled
+    command += ["--served-model-name", _base_name(source), *chat]
     command += ["--logprobs-mode", f"{settings.logprobs_mode}_logprobs"]
     command += ["--max-num-seqs", str(model.max_num_seqs)]
     command += [] if kind.engine_graphs else ["--enforce-eager"]

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, DataError
+from runner.core.errors import CheckpointError, DataError, EnvironmentProblem
 from runner.core.subprocess import JsonLines
 from runner.inference import engine_client
 from runner.inference.engine import GenerationRequest, SamplingParams
@@ -217,3 +218,40 @@ def test_adapters_are_loaded_by_name(tmp_path: Path) -> None:
             said("a")
         host._unload_adapter("b")
         assert said(None) == answers[0]
+
+
+def write_with_template(folder: Path, base: Path, template: str) -> str:
+    """An adapter's folder with a tokenizer of its own, as an export has it."""
+    write_adapter(folder, base, kind="qwen2")
+    tokenizer = deepcopy(MODEL.tokenizer)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_adapters_with_another_chat_template_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    MODEL.save(base := tmp_path / "base")
+    own = str(MODEL.tokenizer.chat_template)
+    equal = write_with_template(tmp_path / "equal", base, own)
+    one, other = (write_with_template(tmp_path / name, base, f"{{# {name} #}}{own}") for name in ("one", "other"))
+    bare = str(write_adapter(tmp_path / "bare", base, kind="qwen2"))
+
+    def load(*adapters: str) -> EngineHost:
+        (tmp_path / "tokenizer").mkdir(exist_ok=True)
+        return load_engine(EngineSettings(source=str(base), adapters=adapters, device="cpu"), tmp_path / "tokenizer")[0]
+
+    for pair in ((one, other), (one, bare), (bare, one), (equal, one)):
+        with pytest.raises(
+            EnvironmentProblem, match=r"another chat template than .*share one\n  serve it alone: run serve"
+        ):
+            load(*pair)
+    capsys.readouterr()
+    load(equal, bare)._load_adapter("more", equal)
+    assert not capsys.readouterr().err
+    host = load(one)
+    assert "requests to base, the base, get the chat template of its adapters" in capsys.readouterr().err
+    for folder in (other, bare):
+        with pytest.raises(EnvironmentProblem, match="another chat template than the served model"):
+            host._load_adapter("more", folder)
+    with pytest.raises(EnvironmentProblem, match="another chat template than the served model"):
+        load()._load_adapter("more", one)

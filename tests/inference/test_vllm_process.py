@@ -24,8 +24,9 @@ from runner.core.errors import EnvironmentProblem
 from runner.inference.engine_process import EngineSettings
 from runner.inference.model_source import AdapterSource, Checkpoint, ModelSource
 from runner.inference.serve import ServeSettings
-from runner.inference.vllm_process import exported_source, vllm_command, vllm_environment
+from runner.inference.vllm_process import chat_options, exported_source, vllm_command, vllm_environment
 from runner.launch.export import CardFacts, write_card
+from runner.model.tiny import byte_tokenizer
 from tests.inference.scripted import serve
 
 STAND_IN = """\
@@ -134,6 +135,45 @@ def test_the_command_has_the_options_that_training_was_done_with(tmp_path: Path)
     )
     assert "--no-enable-chunked-prefill" in on_cpu and "--no-enable-chunked-prefill" not in plain
     assert "--enforce-eager" not in plain and "--enable-lora" not in plain and "raw_logprobs" in plain
+
+
+def test_vllm_gets_the_chat_template_and_end_tokens_of_adapters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write_tokenizer(name: str, template: str) -> str:
+        tokenizer = byte_tokenizer(16)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    base, equal, other = (write_tokenizer(name, t) for name, t in (("base", "a"), ("equal", "a"), ("other", "b")))
+
+    def found(*names: str) -> Sequence[str]:
+        adapters = tuple(AdapterSource(name, str(tmp_path / name)) for name in names)
+        source = ModelSource("x", "folder", "other", base, adapters=adapters)
+        return chat_options(source, EngineSettings(source="x"), tmp_path / "vllm-x")
+
+    plain = ["--generation-config", "vllm"]
+    assert found() == found("equal") == found("without") == plain and not capsys.readouterr().err
+    assert found("other") == ["--tokenizer", other, *plain]
+    assert "requests to other-base, the base, get the chat template of its adapters" in capsys.readouterr().err
+    with pytest.raises(EnvironmentProblem, match="another chat template"):
+        found("equal", "other")
+    assert not (tmp_path / "vllm-x").exists()
+    (Path(equal) / "generation_config.json").write_text('{"eos_token_id": [5, 3], "temperature": 0.6}')
+    (Path(other) / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert found("equal") == ["--generation-config", str(tmp_path / "vllm-x")]
+    assert json.loads((tmp_path / "vllm-x" / "generation_config.json").read_text()) == {"eos_token_id": [3, 5]}
+    assert found("other") == ["--tokenizer", other, "--generation-config", str(tmp_path / "vllm-x")]
+    assert json.loads((tmp_path / "vllm-x" / "generation_config.json").read_text()) == {"eos_token_id": [7]}
+    command = vllm_command(
+        ModelSource("x", "folder", "m", "/m"),
+        EngineSettings(source="x"),
+        ServeSettings(),
+        KINDS["cuda"],
+        found("other"),
+    )
+    assert "vllm" not in command[1:] and command[command.index("--tokenizer") + 1] == other
 
 
 def test_weights_can_be_replaced_only_where_that_was_typed() -> None:
