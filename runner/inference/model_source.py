@@ -5,8 +5,7 @@ text ─parse_source─▶ ModelSource ─load_source─▶ LoadedModel        p
 latest, a run's folder                 a checkpoint of a run
 a folder with config.json              an export, or any Hugging Face model
 a folder with adapter_config.json      a PEFT adapter; its base is the one it names, or the one given
-OWNER/NAME                             a model of the Hugging Face hub
-modelscope:OWNER/NAME                  a model of ModelScope
+OWNER/NAME, modelscope:OWNER/NAME      a model of the Hugging Face hub, of ModelScope
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from runner.model.model_folder import (
     check,
     check_adapter_base,
     check_model_folder,
+    exported_step,
     is_adapter,
     is_cached,
     is_hub_id,
@@ -227,8 +227,7 @@ def load_source(
     """The model that a source means, on the device, in evaluation mode.
 
     dtype: None = bfloat16 on cuda and npu, float32 on cpu; device: a name, or its section of a spec, None = the fastest
-    there is. A run has its own of both. Raises EnvironmentProblem, CheckpointError or SecurityError where it cannot be
-    loaded.
+    there is; a run has its own of both. Raises EnvironmentProblem, CheckpointError or SecurityError.
     """
     source = fetch_source(source)
     spec = source_spec(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -326,8 +325,7 @@ def load_run(
 ) -> tuple[TrainableModel, LoadedCheckpoint]:
     """A run's model at a checkpoint, in evaluation mode, and that checkpoint.
 
-    Raises CheckpointError if there is none or the base model is another, SpecError if spec.yaml is not the one it was
-    written under.
+    Raises CheckpointError if there is none or the base model is another, SpecError if spec.yaml was changed.
     """
     from runner import build
     from runner.trainer.optimizer_state import load_parameters
@@ -338,8 +336,8 @@ def load_run(
     store = build.build_store(spec, folder)
     step = checkpoint if isinstance(checkpoint, int) else None
     if checkpoint == "best" and (step := store.best()) is None:
-        why = "the run did not measure checkpoint.best; type --checkpoint last"
-        raise CheckpointError(f"{display_path(folder.root)}: no best checkpoint; {why}")
+        why = "no best checkpoint; the run did not measure checkpoint.best; type --checkpoint last"
+        raise CheckpointError(f"{display_path(folder.root)}: {why}")
     loaded = store.load(step)
     if loaded is None:
         hint = folder.next_step_hint(min(spec.checkpoint.every or spec.steps, spec.steps))
@@ -379,8 +377,7 @@ def _attach_adapters(model: TrainableModel, source: ModelSource) -> tuple[Traina
 def resolve_model_path(path: str, key: str, base: str | None = None, needs_weights: bool = True) -> str:
     """The folder or hub id that `path`, the value of the option `key`, means.
 
-    A run is its export; a model of ModelScope is downloaded. Raises SpecError where there is none, and what a damaged
-    folder raises.
+    A run is its export; a model of ModelScope is downloaded. Raises SpecError, and what a damaged folder raises.
     """
     try:
         source = _parse_source(path, "last", base)
@@ -392,9 +389,12 @@ def resolve_model_path(path: str, key: str, base: str | None = None, needs_weigh
         return source.path
     folder = Path(source.adapters[0].path if source.adapters else source.path)
     if source.kind == "run":
-        folder = RunFolder(folder).export
+        newest, folder = max(RunFolder(folder).checkpoint_steps, default=0), RunFolder(folder).export
         if not folder.is_dir():
             raise SpecError([Problem(key, f"{path} is a run without an export; to write one, type: run export {path}")])
+        if (step := exported_step(folder)) is not None and step < newest:
+            text = f"{path} is read as its export of step {step}, older than its newest checkpoint, {newest}"
+            print(f"{key}: {text}; to export that, type: run export {path}", file=sys.stderr)
         source = replace(source, kind="folder", path=str(folder))
     _check_folders(source, key, needs_weights=needs_weights)
     return str(folder)

@@ -37,3 +37,20 @@ def test_a_run_means_its_export(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / "export" / "model.safetensors")
     for path in (tmp_path, tmp_path / "export"):
         assert resolve_model_path(str(path), "model.path") == str(tmp_path / "export")
+
+
+def test_an_export_that_is_older_than_the_newest_checkpoint_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test_a_run_means_its_export(tmp_path)
+    (tmp_path / "export" / "README.md").write_text("| step | 5 of 9 |\n")
+    for step, said in (
+        (5, ""),
+        (9, "export of step 5, older than its newest checkpoint, 9; to export that"),
+    ):
+        manifest = tmp_path / "checkpoints" / f"step-{step}" / "MANIFEST.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.touch()
+        resolve_model_path(str(tmp_path), "model.path")
+        found = capsys.readouterr().err
+        assert said in found and bool(said) == bool(found)
