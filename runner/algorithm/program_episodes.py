@@ -133,4 +133,6 @@ def _make_episode(
     )
     if result.failure:
         episode.finish = FAILED
+    elif any(rollout.finish == "length" for _, rollout in read):  # the program may have gone on
+        episode.finish = "length"
     return episode

@@ -217,6 +217,18 @@ def test_history_that_is_rewritten_starts_a_new_row(play: Play) -> None:
     assert group.outcomes[0].length == sum(len(rollout.ids) for _, rollout in policy.log)
 
 
+def test_an_episode_with_a_truncated_turn_is_truncated(play: Play) -> None:
+    def program(task: dict[str, Any]) -> float:
+        with client_of(task) as client:
+            finishes = [ask(client, [user("a")], max_tokens=most).choices[0].finish_reason for most in (2, 99)]
+        assert finishes == ["length", "stop"]
+        return 1.0
+
+    [group], policy, _ = play(program, lambda text: "said")
+    check_rows(policy, [group])
+    assert [one.finish for one in group.outcomes] == ["length"]
+
+
 def test_what_a_client_makes_of_an_answer_is_still_that_answer(play: Play) -> None:
     """Tool calls as objects, with arguments that are written anew; null and missing content; streams."""
     lines = iter([CALL, CALL + CALL, "<think>\nhm\n</think>\n\ndone", "end"])

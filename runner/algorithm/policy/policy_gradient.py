@@ -181,7 +181,7 @@ class PolicyOptimization:
         return batch if config.correction == "none" else self._add_importance_weights(batch)
 
     def _add_importance_weights(self, batch: Batch) -> Batch:
-        mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
+        mask, row = batch.tokens["weight"] != 0, episode_of_tokens(batch)
         level, limit = self.config.resolved_options.correction_level, self.config.max_log_ratio
         log_rho = importance.behavior_log_ratio(batch.tokens["old"], batch.tokens["sampled"], mask, row, level, limit)
         offered = {"log_ratio": lambda: log_rho, "mask": lambda: mask, "row": lambda: row}

@@ -56,7 +56,8 @@ class PolicyLoss:
         if self.config.entropy_coef:
             loss = loss + policy_losses.entropy_bonus(entropy, self.config.entropy_coef)
         total = torch.where(mask, tokens["weight"] * loss, 0).sum()
-        return Loss(total, self._metrics(batch, total, mask, {"entropy": entropy, "ratio": ratio, **found}, old))
+        diagnostics = {"entropy": entropy, "ratio": ratio, **found}
+        return Loss(total, self._metrics(batch, total, mask, diagnostics, logprobs, old))
 
     def _ratio(self, batch: Batch, logprobs: Tensor, old: Tensor, mask: Tensor) -> Tensor:
         if self.config.importance_sampling_level == "sequence":
@@ -88,7 +89,13 @@ class PolicyLoss:
         return compute_selected(self.config, "kl_estimator", offered)
 
     def _metrics(
-        self, batch: Batch, total: Tensor, mask: Tensor, diagnostics: Mapping[str, Tensor], old: Tensor
+        self,
+        batch: Batch,
+        total: Tensor,
+        mask: Tensor,
+        diagnostics: Mapping[str, Tensor],
+        logprobs: Tensor,
+        old: Tensor,
     ) -> Metrics:
         metrics, count = Metrics(), mask.sum()
         metrics.add("train/loss", total.detach(), _share(batch))
@@ -99,7 +106,9 @@ class PolicyLoss:
 
         for name, values in diagnostics.items():
             mean(f"policy/{name}", values)
-        for name, (value, number) in sampler_mismatch(old, batch.tokens["sampled"], mask).items():
+        # where `old` is the sampler's own, only this pass says what the trainer computes
+        own = logprobs.detach() if self.config.old_logprobs_source == "sampler" else old
+        for name, (value, number) in sampler_mismatch(own, batch.tokens["sampled"], mask).items():
             metrics.add(f"mismatch/{name}", value, number)
         if "reference" in batch.tokens:
             mean("policy/kl", k3(old, batch.tokens["reference"], self.config.max_log_ratio))

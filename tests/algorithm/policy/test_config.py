@@ -161,7 +161,8 @@ def test_what_stands_for_null_depends_on_the_choice() -> None:
             ["algorithm=ppo", "algorithm.kl_estimator=k1"],
             ["the policy before the step's first update, computed by the trainer", " − β·KL per token"],
         ),
-        (["algorithm=grpo_paper"], ["L + β·KL", "exp(−d) − 1 + d", "β   0.04"]),
+        (["algorithm=grpo_paper"], ["L + β·KL", "exp(−d) − 1 + d", "β   0.04", "all equal are kept"]),
+        (["algorithm=sapo"], ["(loss_aggregation=seq_mean_token_mean"]),
         (["algorithm=ppo"], ["GAE (1506.02438) with γ = 1, λ = 0.95", "critic = "]),
         (
             ["algorithm=ppo", "algorithm.critic=shared", "algorithm.value_coef=0.5"],
