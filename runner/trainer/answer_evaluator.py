@@ -18,6 +18,7 @@ import torch
 
 from runner.algorithm.episode import AnswerSampler
 from runner.algorithm.rollouts import Group, RolloutCollector, RolloutSample
+from runner.core.chat_answer import END_THINK, THINK
 from runner.core.errors import OutOfMemory
 from runner.interfaces import Decide, EvalQuestion, Prompt, Request, Rollout
 from runner.interfaces.media import sample_images
@@ -175,13 +176,14 @@ def _score_record(question: EvalQuestion, sample: RolloutSample, comparable: boo
     }
 
 
-END_OF_REASONING = "</think>"
-
-
 def _is_exact(question: EvalQuestion, sample: RolloutSample) -> bool:
-    """Whether the completion, without reasoning that the expected one does not have, is the expected one."""
-    said = sample.text if END_OF_REASONING in question.answer else sample.text.rpartition(END_OF_REASONING)[2]
-    return said.strip() == question.answer.strip()
+    """Whether it is the expected completion; reasoning is compared only where that one has some."""
+    thought, end, expected = question.answer.rpartition(END_THINK)
+    if thought.strip().removeprefix(THINK).strip():  # a chat template also writes empty reasoning
+        return sample.text.strip() == question.answer.strip()
+    if end and THINK not in thought and END_THINK not in sample.text:
+        return False  # the prompt opens reasoning, and the completion has nothing else
+    return sample.text.rpartition(END_THINK)[2].strip() == expected.strip()
 
 
 def _lengths(groups: Sequence[Group]) -> dict[str, float]:

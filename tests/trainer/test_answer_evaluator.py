@@ -137,6 +137,16 @@ def test_rows_of_a_file_are_a_set(workdir: Path, capsys: pytest.CaptureFixture[s
         ("4</think>\n\n5", "4", False),
         ("carry</think>4", "carry</think>4", True),
         ("other</think>4", "carry</think>4", False),
+        ("4", "carry</think>4", False),
+        # a template that writes empty reasoning, and one whose prompt opens reasoning
+        ("<think>\n2 and 2 make 4\n</think>\n\n4", "<think>\n\n</think>\n\n4", True),
+        ("<think>\n4\n</think>\n\n5", "<think>\n\n</think>\n\n4", False),
+        ("4", "<think>\n\n</think>\n\n4", True),
+        ("<think>\n4", "<think>\n\n</think>\n\n4", False),
+        ("2 and 2 make 4\n</think>\n\n4", "\n</think>\n\n4", True),
+        ("4", "\n</think>\n\n4", False),
+        ("<think>\nso\n</think>\n\n4", "<think>\nso\n</think>\n\n4", True),
+        ("4", "<think>\nso\n</think>\n\n4", False),
     ],
 )
 def test_reasoning_that_the_expected_completion_lacks_is_not_compared(said: str, expected: str, exact: bool) -> None:
