@@ -91,7 +91,8 @@ def build_evaluation(
     parts = (world, decide, make_reward, builder, environments, extend, partial(score_items, models.main))
     answers = None if policy is None else AnswerParts(spec, policy, *parts)
     if questions and answers is not None:
-        own += _own_answers(spec, questions, answers)
+        # pairs and labeled completions have a loss of their own, of the same name
+        own += _own_answers(spec, questions, answers, with_loss=not (own and items))
     sets = [] if answers is None else [build_set(one, answers).evaluate for one in spec.evaluation.decoded_sets()]
     if answers is None and spec.evaluation.sets:
         text = f"algorithm={spec.algorithm.name} trains a model that does not generate text; leave it out"
@@ -123,7 +124,12 @@ class AnswerParts:
     make_sampler: Callable[[AnswersConfig], AnswerSampler] | None = None  # None = the policy writes the answers itself
 
     def evaluator(
-        self, name: str, options: AnswersConfig, questions: Sequence[EvalQuestion], reward: Reward | None
+        self,
+        name: str,
+        options: AnswersConfig,
+        questions: Sequence[EvalQuestion],
+        reward: Reward | None,
+        with_loss: bool = True,
     ) -> AnswerEvaluator:
         """The evaluator of answers to these questions; name: of the set, empty for the job's own."""
         section, prefix = (f"evaluation.sets.{name}", f"eval/{name}") if name else ("evaluation", "eval")
@@ -132,7 +138,8 @@ class AnswerParts:
         chosen = comparable if reward is None else [question for question in questions if question.prompt_ids]
         _check_room(chosen, most, self.policy.length_limit, self.decide, section)
         # training on an episode is not training on a single answer, which has no loss then
-        loss_of = [] if self.environments is not None else self._with_loss(questions, prefix)
+        has_loss = with_loss and self.environments is None
+        loss_of = self._with_loss(questions, prefix) if has_loss else []
         loss = partial(question_loss, loss_of, self.score, self.spec.evaluation.batch_size)
         collector = self.collector(name, options, reward)
         names = (prefix, section, options.pass_threshold)
@@ -173,10 +180,12 @@ class AnswerParts:
         return ShorteningSampler(partitioned)
 
 
-def _own_answers(spec: JobSpec, questions: Sequence[EvalQuestion], answers: AnswerParts) -> list[Evaluation]:
+def _own_answers(
+    spec: JobSpec, questions: Sequence[EvalQuestion], answers: AnswerParts, with_loss: bool
+) -> list[Evaluation]:
     """Evaluators of the job's own held-out questions; eval/exact_match is that of greedy answers."""
     options, reward = spec.evaluation, answers.make_reward(spec, question_prompts(questions), "reward")
-    scored = answers.evaluator("", options, questions, reward)
+    scored = answers.evaluator("", options, questions, reward, with_loss)
     if not options.samples or not scored.comparable:
         return [scored.evaluate]
     greedy = answers.collector("", options.model_copy(update={"samples": 0, "temperature": 1.0}), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -76,6 +77,13 @@ def test_held_out_rewards_are_measured_without_being_asked_for(workdir: Path) ->
     first, second = ([row["prompt"] for row in evaluated if row["step"] == step] for step in (0, 2))
     assert first == second and len(first) == 8, "the same questions at each evaluation"
     assert all({"reward", "exact", "finish"} <= row.keys() for row in evaluated)
+
+
+@pytest.mark.parametrize(("algorithm", "loss"), [("dpo", math.log(2)), ("kto", 0.5)])
+def test_the_loss_of_held_out_preferences_is_that_of_the_algorithm(algorithm: str, loss: float, workdir: Path) -> None:
+    steps, _ = run(f"algorithm={algorithm}", "evaluation.every=2")
+    assert steps[0]["eval/loss"] == pytest.approx(loss), "before the first step, policy and reference are equal"
+    assert "eval/loss_ci_low" not in steps[0] and "eval/exact_match" in steps[0]
 
 
 REFUSED = {
