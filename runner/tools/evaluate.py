@@ -86,11 +86,17 @@ def sets_of_run(spec: JobSpec) -> list[EvaluationSet]:
     names = {name: getattr(spec.evaluation, name) for name in ("samples", "temperature", "max_new_tokens")}
     options = EvaluationSetConfig(**names, pass_threshold=spec.evaluation.pass_threshold)
     parts = {"data": spec.data, "reward": spec.reward, "environment": spec.environment}
-    own = [EvaluationSet(HELD_OUT, options, parts)] if spec.data.holds_out else []
+    own, why = [EvaluationSet(HELD_OUT, options, parts)], ""
+    if not spec.data.holds_out:
+        own, why = [], "the run has no held-out rows"
+    elif spec.algorithm.item_kind in ("pairs", "judged") and spec.data.renames_columns:  # the demo's have answers, too
+        own, why = [], f"held-out rows of algorithm={spec.algorithm.name} have no expected answer, only a loss"
+        if spec.evaluation.sets:
+            print_text(f"{HELD_OUT}: left out: {why}, which training measured", file=sys.stderr)
     if found := [*own, *spec.evaluation.decoded_sets()]:
         return found
     way = "type '+evaluation=[gsm8k]', or '+evaluation.sets.NAME={data: {name: file, path: FILE}}'"
-    raise SpecError([Problem("evaluation.sets", f"the run has no held-out rows; {way}")])
+    raise SpecError([Problem("evaluation.sets", f"{why}; {way}")])
 
 
 def evaluate_sources(

@@ -66,6 +66,17 @@ def test_a_run_that_held_nothing_out_is_told_to_name_sets() -> None:
         sets_of_run(compose_job(["model=tiny", "data=file", "data.path=a.jsonl", "steps=2", "evaluation.every=0"]).spec)
 
 
+def test_held_out_preferences_of_files_are_left_out_beside_named_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=tiny", "data=file", "data.path=a.jsonl", "data.holdout=0.5", "steps=2", "evaluation.every=1"]
+    for algorithm in ("dpo", "kto"):
+        job = compose_job([*words, f"algorithm={algorithm}", "+evaluation=[sort]"])
+        assert [one.name for one in sets_of_run(job.spec)] == ["sort"]
+        assert f"held_out: left out: held-out rows of algorithm={algorithm} have no" in capsys.readouterr().err
+        with pytest.raises(SpecError, match=r"have no expected answer, only a loss; type '\+evaluation=\[gsm8k\]'"):
+            sets_of_run(compose_job([*words, f"algorithm={algorithm}"]).spec)
+    assert [one.name for one in sets_of_run(compose_job(["model=tiny", "algorithm=dpo"]).spec)] == ["held_out"]
+
+
 def test_models_are_compared_and_run_report_and_run_diff_show_it(work: Path) -> None:
     first = (work / "outputs/latest").resolve()
     command.run("--spec", str(first), "seed=1", cwd=work)
