@@ -80,10 +80,13 @@ def run_suites(
         own = folder / str(index)
         own.mkdir()
         record = run_suite(source, name, tasks, python, own, more, device)
-        found.append({"created": now.isoformat(timespec="seconds"), "source": source.text, "step": None, **record})
+        about = {"source": source.text, "step": None, "checkpoint": source.checkpoint}
+        found.append({"created": now.isoformat(timespec="seconds"), **about, **record})
         if source.kind == "run":
             known = {key: value for key, value in record["values"].items() if value is not None}
-            append_evaluation(source, {**found[-1], "values": known, "results": str(folder)})
+            harness = {"suite": name, "version": record["version"], "options": list(more)}
+            sets = {key.partition("/")[0]: harness for key in known}
+            append_evaluation(source, {**found[-1], "values": known, "sets": sets, "results": str(folder)})
         # as each model ends: the numbers of a model are not lost with the next one
         write_atomic(folder / "results.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     names = dict.fromkeys(key for one in found for key in one["values"] if "_stderr" not in key)

@@ -295,9 +295,19 @@ def write_results(found: Sequence[Evaluated], sets: Sequence[EvaluationSet]) -> 
     for one, model in zip(found, models, strict=True):
         if one.source.kind == "run":
             values = {f"{name}/{key}": v for name, result in one.sets.items() for key, v in result.values.items()}
-            line = {"created": content["created"], **model, "results": str(folder), "values": values}
+            measured = {own.name: set_definition(own, one.sets[own.name]) for own in sets}
+            line = {"created": content["created"], **model, "results": str(folder), "sets": measured, "values": values}
             append_evaluation(one.source, line)
     return folder
+
+
+def set_definition(one: EvaluationSet, result: SetResult) -> dict[str, Any]:
+    """What is the same in comparable evaluations: questions, sampling, and how answers are scored."""
+    from runner.data.tokenization import digest
+
+    options = one.options.model_dump(mode="json", exclude={"data", "reward", "environment", "limit"})
+    names = {group: config.name for group, config in one.components.items() if group != "data"}
+    return {"questions": len(result.scores), "question_digest": digest(sorted(result.scores))[:12], **options, **names}
 
 
 def append_evaluation(source: ModelSource, record: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import statistics
 from dataclasses import replace
@@ -99,6 +100,8 @@ def test_models_are_compared_and_run_report_and_run_diff_show_it(work: Path) -> 
     record = results(work)["sets"]["format"]
     assert record["limit"] == 6 and record["data"]["task"] == "format"
     assert all(one["questions"] == 6 and "difference_ci_low" in one for one in record["differences"].values())
+    measured = json.loads((work / "outputs/latest/evaluations.jsonl").read_text().splitlines()[-1])["sets"]["format"]
+    assert (measured["questions"], measured["samples"], measured["reward"]) == (6, 2, "exact")
     again = command.run(*words[:-1], "3", cwd=work)
     assert again.count("6 new completions, 12 cached") == 4, "the third answer to each question"
     page = (max((work / "outputs/eval").glob("2*")) / "report.html").read_text()
@@ -106,6 +109,9 @@ def test_models_are_compared_and_run_report_and_run_diff_show_it(work: Path) -> 
     command.run("report", "latest", cwd=work)
     assert "sort/mean@3" in (work / "outputs/latest/report.html").read_text()
     assert "format/reward/mean" in command.run("diff", str(first), "latest", cwd=work)
+    command.run("eval", "latest", "+evaluation=[format]", "--limit", "4", cwd=work)
+    [row] = re.findall("^format: questions .*$", command.run("diff", str(first), "latest", cwd=work), re.MULTILINE)
+    assert row.split() == ["format:", "questions", "6", "4"]
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,29 @@ def diff_lines(first: RunFolder, second: RunFolder) -> list[str]:
 
 def _evaluation_rows(a: RunFacts, b: RunFacts) -> list[list[str]]:
     """A table of what `run eval` measured of both, its head first; empty where there is nothing."""
-    first, second = a.newest_evaluation, b.newest_evaluation
-    rows = [
-        [name, interval_text(name, first), interval_text(name, second), f"{second[name] - first[name]:+.4g}"]
-        for name in without_bounds(first)
-        if name in second
-    ]
+    others = b.newest_evaluations
+    pairs = {name: (one, others[name]) for name, one in a.newest_evaluations.items() if name in others}
+    rows = [row for name, pair in pairs.items() for row in _rows_of_set(name, *pair)]
     return [["run eval", "A", "B", "B − A"], *rows] if rows else []
+
+
+def _rows_of_set(name: str, *records: Mapping[str, Any]) -> list[list[str]]:
+    """What two evaluations of a set do not have in common, then the metrics that both have.
+
+    There is no difference of metrics where questions or options differ, or a record is too old to have them.
+    """
+    models = [{key: one[key] for key in ("step", "checkpoint") if key in one} for one in records]
+    known = [one.get("sets", {}).get(name) for one in records]
+    unlike = [Difference(name, "questions and options", *("recorded" if own else "not recorded" for own in known))]
+    if None not in known:
+        unlike = _between(name, *known)
+    rows = [[f"{name}: {one.name}", one.first, one.second, ""] for one in (*_between(name, *models), *unlike)]
+    a, b = (one["values"] for one in records)
+    for metric in without_bounds(a):
+        if metric in b and metric.startswith(f"{name}/"):
+            difference = ABSENT if unlike else f"{b[metric] - a[metric]:+.4g}"
+            rows.append([metric, interval_text(metric, a), interval_text(metric, b), difference])
+    return rows
 
 
 def write_page(first: RunFolder, second: RunFolder, path: Path) -> None:

@@ -111,9 +111,9 @@ class RunFacts:
     evaluations: tuple[Mapping[str, Any], ...] = ()  # by `run eval`, oldest first
 
     @property
-    def newest_evaluation(self) -> dict[str, float]:
-        """SET/METRIC → the value that `run eval` measured last."""
-        return {name: value for one in self.evaluations for name, value in one["values"].items()}
+    def newest_evaluations(self) -> dict[str, Mapping[str, Any]]:
+        """SET → the newest record of `run eval` that has the set."""
+        return {name.partition("/")[0]: one for one in self.evaluations for name in one["values"]}
 
     @property
     def environment(self) -> dict[str, str]:

@@ -7,11 +7,13 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from runner.data.demo_shapes import draw
+from runner.run_dir.folder import RunFolder
 from runner.tools.report import diff
 from runner.tools.report.page import write_page
 from runner.tools.report.run_facts import read_rows
@@ -73,7 +75,7 @@ def test_the_page_of_two_runs_has_their_intervals_and_what_was_evaluated_afterwa
         rows = [{"step": n, "eval/x": 0.5, "eval/x_ci_low": 0.3, "eval/x_ci_high": 0.8} for n in range(3)]
         folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
         values = {"sort/mean@1": at / 4, "sort/mean@1_ci_low": 0.0, "sort/mean@1_ci_high": 1.0}
-        folder.evaluations.write_text(json.dumps({"step": 3, "created": "2026-11-25T10:00", "values": values}) + "\n")
+        write_evaluations(folder, evaluation(values, 3, questions=6))
     diff.write_page(*folders, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     seen = checked(page).seen
@@ -81,6 +83,37 @@ def test_the_page_of_two_runs_has_their_intervals_and_what_was_evaluated_afterwa
     assert len([tag for tag, _ in seen if tag == "polygon"]) == 2
     assert "<td>sort/mean@1</td><td>0 (0..1)</td><td>0.25 (0..1)</td><td>+0.25</td>" in page
     assert not [line for line in diff.diff_lines(*folders) if "_ci_" in line]
+
+
+def evaluation(values: dict[str, float], step: int, **options: Any) -> dict[str, Any]:
+    """A record of `run eval`; without options, one of the time when it had none."""
+    sets = {"sets": {"sort": options}} if options else {}
+    return {"step": step, "created": "2026-11-25T10:00", "values": values, **sets}
+
+
+def write_evaluations(folder: RunFolder, *records: dict[str, Any]) -> None:
+    folder.evaluations.write_text("".join(json.dumps(one) + "\n" for one in records))
+
+
+def test_evaluations_of_other_questions_steps_or_samples_are_not_subtracted(tmp_path: Path) -> None:
+    folders = [a_run(tmp_path / "a"), a_run(tmp_path / "b", seed=2)]
+
+    def rows(*records: dict[str, Any]) -> list[list[str]]:
+        write_evaluations(folders[1], *records)
+        lines = [re.split(r"\s{2,}", line.rstrip()) for line in diff.diff_lines(*folders)]
+        return [line for line in lines if line[0].startswith("sort")]
+
+    own = {"sort/exact_match": 0.5, "sort/pass@2": 0.75}
+    write_evaluations(folders[0], evaluation(own, 3, questions=6, samples=2))
+    same = {"sort/exact_match": 0.25, "sort/pass@2": 0.25}
+    like = evaluation(same, 3, questions=6, samples=2)
+    assert rows(like) == [["sort/exact_match", "0.5", "0.25", "-0.25"], ["sort/pass@2", "0.75", "0.25", "-0.5"]]
+    step, match, _ = rows(evaluation(same, 5, questions=6, samples=2))
+    assert (step, match[-1]) == (["sort: step", "3", "5"], "-0.25"), "another step is said"
+    newer = evaluation({"sort/exact_match": 1.0}, 3, questions=64, samples=2)
+    assert rows(like, newer) == [["sort: questions", "6", "64"], ["sort/exact_match", "0.5", "1", diff.ABSENT]]
+    unknown, match, _ = rows(evaluation(same, 3))
+    assert unknown == ["sort: questions and options", "recorded", "not recorded"] and match[-1] == diff.ABSENT
 
 
 @pytest.mark.parametrize("steps", [1, 3])
