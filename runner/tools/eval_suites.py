@@ -18,8 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from runner.core.errors import EnvironmentProblem, Interrupted
 from runner.core.fsync_io import error_reason
@@ -27,10 +29,11 @@ from runner.core.subprocess import ChildProcess
 from runner.inference.model_source import ModelSource, source_spec
 from runner.run_dir.folder import OUTPUTS, display_path, make_unique, write_atomic
 from runner.tools.evaluate import append_evaluation
-from runner.tracker.text import align_columns, format_number, labeled_line, print_text
+from runner.tracker.text import align_columns, count_noun, format_number, labeled_line, print_text
 
 READY = re.compile(r"^.*: (http://\S+)/v1 \(", re.MULTILINE)
 START_S, GRACE_S, POLL_S = 1800.0, 10.0, 0.2
+LM_EVAL_LENGTH = 2048  # its own max_length for a server, from which it cuts the start of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +123,11 @@ def run_suite(
     suite = SUITES[name]
     version = installed_version(suite, python)
     tokenizer = folder / "tokenizer"
-    _write_tokenizer(source, tokenizer)
+    # a chat template writes the BOS itself
+    add_bos = _write_tokenizer(source, tokenizer) and not any("--apply_chat_template" in word for word in more)
     with _serve_model(source, folder / "serve.log", device) as url:
-        command = _command(name, source.name, url, tasks, folder, tokenizer)
+        limits = {"max_length": _max_model_len(url), "add_bos_token": add_bos} if name == "lm_eval" else {}
+        command = _command(name, source.name, url, tasks, folder, tokenizer, limits)
         environment = {**os.environ, "RUN_BASE_URL": f"{url}/v1", "RUN_API_KEY": "none", "OPENAI_API_KEY": "none"}
         with (folder / f"{name}.log").open("wb") as log:
             words = [str(python), "-m", suite.module, *command, *more]
@@ -132,20 +137,46 @@ def run_suite(
         raise EnvironmentProblem(
             f"{name} ended with code {code}; its log: {folder / f'{name}.log'}\n  " + "\n  ".join(last)
         )
+    if cuts := _truncation_warnings(folder / f"{name}.log"):
+        amount = count_noun(len(cuts), "warning")
+        print_text(f"{name}: {amount} of truncation, the first: {cuts[0]}", file=sys.stderr)
     found = _lm_eval_results(folder) if name == "lm_eval" else _inspect_results(folder)
     if not found["values"]:
         raise EnvironmentProblem(f"{name} measured nothing: no metric in its result files; see {folder}")
     return {"suite": name, "version": version, "command": [suite.module, *command, *more], **found}
 
 
-def _write_tokenizer(source: ModelSource, folder: Path) -> None:
+def _write_tokenizer(source: ModelSource, folder: Path) -> bool:
+    """Write the model's tokenizer for the harness; whether it begins a plain text with BOS, and only that."""
     from runner import build
     from runner.core.auto_choices import Decisions
     from runner.model.export import write_tokenizer
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        write_tokenizer(folder, build.build_tokenizer(source_spec(source), Decisions()))
+        tokenizer = build.build_tokenizer(source_spec(source), Decisions())
+        write_tokenizer(folder, tokenizer)
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return bool(tokenizer("a")["input_ids"] == [tokenizer.bos_token_id, *bare])
+
+
+def _max_model_len(url: str) -> int:
+    """The server's limit in tokens, or the harness's default where that is higher or there is no limit.
+
+    The server refuses what is above its limit, where lm-eval cuts prompts without a word.
+    """
+    connection = HTTPConnection(urlsplit(url).netloc)
+    try:
+        connection.request("GET", "/v1/models")
+        [model, *_] = json.loads(connection.getresponse().read())["data"]
+    finally:
+        connection.close()
+    return max(model["max_model_len"] or 0, LM_EVAL_LENGTH)
+
+
+def _truncation_warnings(log: Path) -> list[str]:
+    lines = log.read_text(errors="replace").splitlines()
+    return [line.strip() for line in lines if "WARNING" in line and "truncat" in line.lower()]
 
 
 @contextmanager
@@ -183,8 +214,16 @@ def _wait(child: ChildProcess) -> int:
     return int(child.returncode)
 
 
-def _command(name: str, model: str, url: str, tasks: Sequence[str], folder: Path, tokenizer: Path) -> list[str]:
-    """The words of the harness."""
+def _command(
+    name: str,
+    model: str,
+    url: str,
+    tasks: Sequence[str],
+    folder: Path,
+    tokenizer: Path,
+    limits: Mapping[str, int],
+) -> list[str]:
+    """The words of the harness. limits: further arguments of lm-eval's model."""
     if name == "inspect":
         return ["eval", *tasks, "--model", f"openai-api/run/{model}", "--log-dir", str(folder), "--log-format", "json"]
     facts = {
@@ -194,6 +233,7 @@ def _command(name: str, model: str, url: str, tasks: Sequence[str], folder: Path
         "tokenized_requests": True,
         "num_concurrent": 8,
         "max_retries": 3,
+        **limits,
     }
     arguments = ",".join(f"{key}={value}" for key, value in facts.items())
     where = ["--output_path", str(folder / "results"), "--log_samples"]

@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
+from transformers.models.llama import LlamaTokenizer
 
 from runner.core.errors import EnvironmentProblem
 from runner.inference.model_source import AdapterSource, ModelSource
@@ -22,6 +27,7 @@ from runner.tools.eval_suites import (
     _serve_words,
     _with_error,
     installed_version,
+    run_suite,
     run_suites,
 )
 from tests import command
@@ -92,6 +98,80 @@ def test_the_numbers_of_a_model_are_written_before_the_next_one_fails(tmp_path: 
     assert record["source"] == "A" and record["values"] == {"sort/exact/mean": None}
 
 
+HARNESS = f"""
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--output_path") + 1])
+folder.mkdir()
+(folder / "results_1.json").write_text({json.dumps(RESULTS)!r})
+(folder / "words.json").write_text(json.dumps(sys.argv))
+print("WARNING [api_models:576] Context length (9) > max_length (4). Left truncating context.", file=sys.stderr)
+"""
+
+
+@contextmanager
+def models_of(limit: int | None) -> Iterator[str]:
+    """The address of a server that lists one model."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"data": [{"id": "m", "max_model_len": limit}]}).encode()
+            self.send_response(200 if self.path == "/v1/models" else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("limit", "starts", "more", "expected"),
+    [
+        (8192, True, [], "max_length=8192,add_bos_token=True"),
+        (8192, False, [], "max_length=8192,add_bos_token=False"),
+        (8192, True, ["--apply_chat_template"], "max_length=8192,add_bos_token=False"),  # which has one itself
+        (512, True, [], "max_length=2048,add_bos_token=True"),  # the server refuses what is too long
+        (None, True, [], "max_length=2048,add_bos_token=True"),
+    ],
+)
+def test_lm_eval_gets_the_length_and_the_bos_of_the_model(
+    limit: int | None,
+    starts: bool,
+    more: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "lm_eval.py").write_text(HARNESS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name, answer in (
+        ("runner.tools.eval_suites.installed_version", "0"),
+        ("runner.tools.eval_suites._serve_model", models_of(limit)),
+        ("runner.tools.eval_suites.source_spec", None),
+        ("runner.build.build_tokenizer", llama_tokenizer(starts)),
+    ):
+        monkeypatch.setattr(name, lambda *_, answer=answer: answer)
+    source = ModelSource("x", "hub", "x", "x")
+    run_suite(source, "lm_eval", ["sort"], Path(sys.executable), tmp_path, more, None)
+    words = json.loads((tmp_path / "results/words.json").read_text())
+    assert words[words.index("--model_args") + 1].endswith(f",{expected}")
+    said = capsys.readouterr().err
+    assert "lm_eval: 1 warning of truncation, the first: WARNING [api_models:576] Context length (9)" in said
+
+
+def llama_tokenizer(starts: bool) -> LlamaTokenizer:
+    tokenizer = LlamaTokenizer(vocab={"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "▁": 4}, merges=[])
+    template = {"single": "<s> $A", "special_tokens": [("<s>", 1)]} if starts else {"single": "$A"}
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(**template)
+    return tokenizer
+
+
 def wait_until(holds: Callable[[], object]) -> None:
     end = time.monotonic() + 60
     while not holds():
@@ -109,6 +189,7 @@ def test_the_harness_ends_with_a_killed_evaluation(tmp_path: Path) -> None:
         s.installed_version = lambda *_: "0"
         s._write_tokenizer = lambda *_: None
         s._serve_model = lambda *_: contextlib.nullcontext("http://nowhere")
+        s._max_model_len = lambda _: 2048
         source = s.ModelSource("x", "hub", "x", "x")
         s.run_suite(source, "lm_eval", ["t"], pathlib.Path({sys.executable!r}), pathlib.Path("."), [], None)
     """
