@@ -35,6 +35,8 @@ SAY_EVERY_S = 10.0
 IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "architectures", "use_cache")
 # of a device: which one it is, and what moves no more than the last bits, as another batch around an item does
 IGNORED_DEVICE_KEYS = {"name", "threads", "env_preset"}
+# of a model: what changes its numbers beside its weights and their types
+COMPUTING_OPTIONS = {"quantization", "head_dtype", "kernels"}
 WRITE_EVERY_S = 60.0  # what a process that is killed has computed in vain, at most
 
 
@@ -76,6 +78,7 @@ def build_cached_reference(
 def _cache_key(spec: JobSpec, policy: GenerativeModel, origin: Mapping[str, str], device: Device) -> str:
     """sha256 of what the log-probabilities depend on, beside the tokens that they are kept by."""
     architecture = policy.inner.config.to_dict()
+    options = spec.model.model_dump(mode="json", include=COMPUTING_OPTIONS, exclude_none=True)
     whole = {
         "format": FORMAT,
         "versions": {"runner": __version__, **{name: version(name) for name in ("torch", "transformers")}},
@@ -85,6 +88,7 @@ def _cache_key(spec: JobSpec, policy: GenerativeModel, origin: Mapping[str, str]
         "types": (spec.model.compute_dtype, spec.stored_dtype()),
         "device": {k: v for k, v in device.describe().items() if k not in IGNORED_DEVICE_KEYS},
         "kernels": spec.device.model_dump(mode="json", exclude=IGNORED_DEVICE_KEYS),
+        **options,
     }
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

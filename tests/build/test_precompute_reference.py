@@ -130,7 +130,15 @@ def test_a_second_run_computes_nothing_and_more_epochs_use_the_same(cache: Path)
     assert more.startswith("cached: 14 items computed"), "another structure is another unit"
 
 
-@pytest.mark.parametrize("words", [["seed=1"], ["model.batch_layout=padded"], ["model.dtype=bfloat16"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["seed=1"],
+        ["model.batch_layout=padded"],
+        ["model.dtype=bfloat16"],
+        ["adapter=lora", "model.quantization=int8"],
+    ],
+)
 def test_a_model_that_computes_otherwise_has_a_cache_of_its_own(words: list[str], cache: Path) -> None:
     for where, more in (("one", []), ("two", words)):
         [said] = Attempt(where, "algorithm=dpo", "steps=1", "evaluation.every=0", CACHED, *more).words
@@ -161,6 +169,11 @@ def test_what_the_device_computes_with_is_in_the_key_and_what_moves_the_last_bit
         key_of("device=npu", "device.fused_ops=[]"),
         key_of("device=npu"),
         key_of("device=cuda", model=small(heads=2, kv_heads=2)),
+        key_of("device=cuda", "adapter=lora"),
+        key_of("device=cuda", "adapter=lora", "model.quantization=nf4"),
+        key_of("device=cuda", "adapter=lora", "model.quantization=int8"),
+        key_of("device=cuda", "model.head_dtype=float32"),
+        key_of("device=cuda", "model.kernels=liger"),
     ]
     assert len({one, *others}) == 1 + len(others)
     assert key_of("device=cpu", "device.threads=2") == key_of("device=cpu")
