@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +86,8 @@ def start_run(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], w
         write_spec(folder, spec)
         if spec.launch.queued and not later:
             srun_task.record_run_folder(folder)
-        write_yaml(folder.overrides, {"typed": redact_values(typed), "set_by": dict(origins)})
+        suffix = {} if where is None else {"run_id_suffix": secrets.token_hex(4)}  # names below outputs/ are unique
+        write_yaml(folder.overrides, {"typed": redact_values(typed), "set_by": dict(origins), **suffix})
         if where is None:
             point_latest(folder)
         if not later:

@@ -108,6 +108,12 @@ def write_spec(folder: RunFolder, spec: JobSpec) -> None:
     )
 
 
+def tracker_run_id(folder: RunFolder) -> str:
+    """The id at W&B and SwanLab: one for all attempts; a new run in a folder of this name has another."""
+    parts = folder.root.parent.name, folder.root.name, read_mapping(folder.overrides).get("run_id_suffix")
+    return "-".join(filter(None, parts))
+
+
 def spec_to_write(spec: JobSpec) -> JobSpec:
     """The spec without options that the launcher sets at each start."""
     if not isinstance(spec.launch, ExternalLaunchConfig):
@@ -141,7 +147,7 @@ class RunRecords:
                 self.spec.tracker,
                 folder=self.folder,
                 spec=self.spec.model_dump(mode="json"),
-                run_id=f"{self.folder.root.parent.name}-{self.folder.root.name}",
+                run_id=tracker_run_id(self.folder),
                 name=self.folder.root.name,
                 first_step=first,
                 console=console,

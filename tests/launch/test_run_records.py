@@ -10,10 +10,15 @@ import pytest
 import yaml
 
 from runner.cli.job_builder import compose_job
+from runner.core.auto_choices import Decisions
 from runner.core.errors import Interrupted, RunnerError
+from runner.launch import local
 from runner.launch.rank_main import load_spec
-from runner.launch.run_records import status_of, write_spec
+from runner.launch.run_records import RunRecords, status_of, write_spec
 from runner.run_dir.folder import RunFolder, read_mapping
+from runner.tracker import uploader
+from runner.tracker.console import Console
+from runner.tracker.jsonl import NoTracker
 
 
 @pytest.fixture
@@ -87,3 +92,31 @@ def test_a_rank_may_run_the_code_that_its_launcher_was_told_to_trust(tmp_path: P
     spec = compose_job(["model=hf", "model.path=x/y", "model.trust_remote_code=true", "data=demo"]).spec
     write_spec(RunFolder(tmp_path), spec)
     assert load_spec(RunFolder(tmp_path)) == spec
+
+
+def test_a_run_has_one_id_at_a_tracker_which_no_other_run_has(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploader, "UploadTracker", lambda *_: NoTracker())
+    job = compose_job(["+recipe=sft_demo", "tracker=wandb"])
+
+    def run_id(spec: object, folder: RunFolder, attempt: int, typed: object = None) -> int:
+        records = RunRecords(job.spec, folder, attempt, Decisions())
+        records.open(0, Console(folder.log))
+        assert records.close("done") == []
+        seen.append(read_mapping(folder.root / "wandb" / "sink.json")["run_id"])
+        return 0
+
+    seen: list[str] = []
+    monkeypatch.setattr(local, "begin_attempt", run_id)
+    for where in ("a/exp", "a/exp", "b/a/exp"):
+        shutil.rmtree(where, ignore_errors=True)
+        local.start_run(job.spec, [], {}, Path(where))
+        assert seen[-1].startswith("a-exp-")
+        run_id(job.spec, RunFolder(Path(where).absolute()), 2)
+        assert seen[-1] == seen[-2], "a resumed run"
+    assert len(set(seen)) == 3
+    local.start_run(job.spec, [], {})
+    latest = (workdir / "outputs/latest").resolve()
+    assert seen[-1] == f"{latest.parent.name}-{latest.name}", "is unique by itself"
+    (workdir / "a/exp/overrides.yaml").write_text("typed: []\n")
+    run_id(job.spec, RunFolder(workdir / "a/exp"), 2)
+    assert seen[-1] == "a-exp", "of a folder that an older version wrote"
