@@ -145,6 +145,7 @@ class CheckpointWriter:
     ) -> None:
         self._config, self._root, self._report, self._beside = config, root, report, beside
         self._verified: dict[int, Manifest | None] = {}  # None = damaged; each is verified once per process
+        self._saved: list[Mapping[str, float]] = []  # metrics of the steps that this process has saved
         self._swept = False
 
     def write(self, step: int, agreed: SavePlan, metrics: Mapping[str, float], peers: RankCollectives) -> Path:
@@ -220,6 +221,8 @@ class CheckpointWriter:
             failpoint("checkpoint.after_rename")
             fsync_io.fsync_path(self._root)
             self._verified[step] = manifest
+            self._saved.append(metrics)
+            refuse_unmeasured(self._config.best, self._saved)
             self._delete_old()
         return target
 
@@ -297,9 +300,8 @@ def best_checkpoint(config: CheckpointConfig, described: Mapping[int, Manifest])
 def best_step(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str | None) -> int | None:
     """The step with the best value of `name`; of equal ones the oldest, None if none has it yet.
 
-    mode: max, min, or None = by its name, else max. Raises SpecError if the job does not measure it.
+    mode: max, min, or None = by its name, else max.
     """
-    _refuse_unmeasured(name, metrics)
     sign = 1.0 if (mode or direction(name)) != "min" else -1.0
     scores = {s: sign * m[name] for s, m in metrics.items() if not math.isnan(m.get(name, math.nan))}
     return min(scores, key=lambda s: (-scores[s], s), default=None)
@@ -310,9 +312,14 @@ def steps_to_keep(steps: Collection[int], keep: int, best: int | None) -> set[in
     return set(sorted(steps)[-keep:]) | ({best} if best is not None else set())
 
 
-def _refuse_unmeasured(name: str, metrics: Mapping[int, Mapping[str, float]]) -> None:
-    """Raise SpecError if the newest step with an evaluation has no `name`."""
-    evaluated = [step for step, values in metrics.items() if any(key.startswith("eval/") for key in values)]
-    if evaluated and name not in (newest := metrics[max(evaluated)]):
-        known = ", ".join(sorted(key for key in newest if key.startswith(("eval/", "train/", "reward/"))))
+def refuse_unmeasured(name: str | None, saved: Sequence[Mapping[str, float]]) -> None:
+    """Raise SpecError if evaluations lack their metric `name`.
+
+    saved: metrics of steps of this process alone, as an earlier one may have evaluated something else. An evaluation in
+    which rewards failed may lack it.
+    """
+    evaluated = [values for values in saved if any(key.startswith("eval/") for key in values)]
+    scored = [v for v in evaluated if not any(v[key] for key in v if key.endswith("reward/num_failed"))]
+    if name is not None and name.startswith("eval/") and scored and not any(name in values for values in saved):
+        known = ", ".join(sorted(key for key in scored[-1] if key.startswith(("eval/", "train/", "reward/"))))
         raise SpecError([Problem("checkpoint.best", f"{name} is not measured; this job measures {known}")])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.checkpoint.config import CheckpointConfig, direction
-from runner.checkpoint.step_folders import best_step, steps_to_keep
+from runner.checkpoint.step_folders import best_step, refuse_unmeasured, steps_to_keep
 from runner.core.errors import SpecError
 
 VALUES = st.dictionaries(st.integers(1, 50), st.floats(), max_size=10)
@@ -36,11 +36,13 @@ def test_the_name_says_whether_more_is_better(metric: str, best: int) -> None:
 
 
 def test_a_metric_that_an_evaluation_lacks_is_an_error_that_names_what_there_is() -> None:
-    metrics = {1: {"train/loss": 1.0}, 2: {"train/loss": 1.0, "eval/loss": 2.0, "eval/exact_match": 0.5}}
+    plain, evaluated = {"train/loss": 1.0}, {"train/loss": 1.0, "eval/loss": 2.0, "eval/exact_match": 0.5}
     with pytest.raises(SpecError, match=r"best: eval/acc is not measured; .* eval/exact_match, eval/loss, train/loss"):
-        best_step(metrics, "eval/acc", "max")
-    assert best_step({1: {"train/loss": 1.0}}, "eval/acc", "max") is None, "not evaluated yet"
-    assert best_step(metrics | {3: {"eval/acc": 0.5}}, "eval/acc", "max") == 3, "measured by now"
+        refuse_unmeasured("eval/acc", [plain, evaluated])
+    refuse_unmeasured("eval/acc", [plain])
+    refuse_unmeasured("eval/acc", [evaluated, {"eval/acc": 0.5}])
+    refuse_unmeasured("eval/reward/mean", [evaluated | {"eval/reward/num_failed": 4.0}])
+    refuse_unmeasured("reward/mean", [evaluated])  # a step in which no group could be scored lacks it
 
 
 JOB = SimpleNamespace(evaluation=SimpleNamespace(every=5))

@@ -163,8 +163,18 @@ def test_the_newest_and_the_best_are_kept(open_store: Open, state_of: StateOf) -
     assert open_store().steps() == [2, 5, 6], "of the equals 2 and 4 the older"
     assert open_store(best="eval/x", best_mode="max").best() == 2
     assert open_store().best() is None
-    with pytest.raises(SpecError, match="eval/other is not measured"):
-        open_store(best="eval/other").best()
+    assert open_store(best="eval/other", best_mode="max").best() is None
+
+
+def test_only_evaluations_of_this_attempt_say_that_the_best_is_not_measured(
+    open_store: Open, state_of: StateOf
+) -> None:
+    open_store().save(1, state_of(1), {"eval/x": 0.5})
+    resumed = open_store(best="eval/set/x", best_mode="max")
+    resumed.save(2, state_of(2), {"train/loss": 0.5})
+    assert (resumed.steps(), resumed.best()) == ([1, 2], None)
+    with pytest.raises(SpecError, match="eval/set/x is not measured; this job measures eval/x"):
+        resumed.save(3, state_of(3), {"eval/x": 0.5})
 
 
 def test_the_least_can_be_the_best(open_store: Open, state_of: StateOf) -> None:
