@@ -389,7 +389,7 @@ def resolve_model_path(path: str, key: str, base: str | None = None, needs_weigh
         return source.path
     folder = Path(source.adapters[0].path if source.adapters else source.path)
     if source.kind == "run":
-        newest, folder = max(RunFolder(folder).checkpoint_steps, default=0), RunFolder(folder).export
+        newest, folder = max(RunFolder(folder).saved_steps, default=0), RunFolder(folder).export
         if not folder.is_dir():
             raise SpecError([Problem(key, f"{path} is a run without an export; to write one, type: run export {path}")])
         if (step := exported_step(folder)) is not None and step < newest:

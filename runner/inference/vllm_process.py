@@ -97,7 +97,7 @@ def exported_source(source: ModelSource) -> tuple[ModelSource, int | None]:
         older = f"\n  export/ is of step {exported}: --checkpoint {exported} serves it" if exported is not None else ""
         raise EnvironmentProblem(f"{text}; type: run export {source.text}{wanted}{older}")
     if step is None and folder.has_checkpoint:
-        text = f"does not say its step; it may be older than the newest checkpoint, {folder.checkpoint_steps[-1]}"
+        text = f"does not say its step; it may be older than the newest checkpoint, {max(folder.saved_steps)}"
         print(f"engine=vllm: {display_path(export)} {text}", file=sys.stderr)
     found = parse_source(str(export), base=source.base)
     return replace(found, name=source.name), step
@@ -108,7 +108,7 @@ def _checkpoint_step(source: ModelSource, folder: RunFolder) -> int | None:
     if isinstance(source.checkpoint, int):
         return source.checkpoint
     if source.checkpoint == "last":
-        return max(folder.checkpoint_steps, default=None)
+        return max(folder.saved_steps, default=None)
     from runner.checkpoint.store import CheckpointStore  # it brings torch
 
     report = logging.getLogger("runner").warning

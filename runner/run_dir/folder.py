@@ -91,13 +91,13 @@ class RunFolder:
     @property
     def has_checkpoint(self) -> bool:
         """Whether a checkpoint was committed; it may be damaged."""
-        return bool(self.checkpoint_steps)
+        return bool(self.saved_steps)
 
     @property
-    def checkpoint_steps(self) -> list[int]:
-        """The steps of the committed checkpoints, ascending; they may be damaged."""
-        found = self.checkpoints.glob("step-*/MANIFEST.json")
-        return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
+    def saved_steps(self) -> set[int]:
+        """The steps whose checkpoint was committed and not deleted since."""
+        names = (path.parent.name.removeprefix("step-") for path in self.checkpoints.glob("step-*/MANIFEST.json"))
+        return {int(name) for name in names if name.isdecimal()}
 
     def export_of(self, step: int) -> Path:
         """The export of a checkpoint that was requested by name."""

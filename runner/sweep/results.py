@@ -12,7 +12,7 @@ import math
 import operator
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,13 +108,13 @@ def read_results(folder: SweepFolder, plan: Plan, record: SweepState) -> Results
     """Read the results of every job so far."""
     series = [read_series(folder.run(job.index).metrics) for job in plan.jobs]
     rankings = plan.rankings or _default_rankings(series, [state.state == "done" for state in record])
-    rows = [_result(job, record[job.index], series[job.index], rankings) for job in plan.jobs]
+    rows = [_result(folder, job, record[job.index], series[job.index], rankings) for job in plan.jobs]
     return Results(plan, folder, rankings, tuple(rows))
 
 
 def ranking_values(folder: SweepFolder, plan: Plan, index: int) -> tuple[float, ...] | None:
     """The current values of one job, one per ranking; None if one is missing."""
-    return _result(plan.jobs[index], JobState(), read_series(folder.run(index).metrics), plan.rankings).values
+    return _result(folder, plan.jobs[index], JobState(), read_series(folder.run(index).metrics), plan.rankings).values
 
 
 def write_files(results: Results) -> None:
@@ -184,16 +184,22 @@ def _default_rankings(series: Sequence[Mapping[str, Series]], done: Sequence[boo
     return ()
 
 
-def _result(job: JobPlan, state: JobState, series: Mapping[str, Series], rankings: Sequence[Ranking]) -> Result:
-    steps = max((s.last[0] for s in series.values()), default=0)
-    return Result(job, state, steps, tuple(_score(series.get(r.metric), r) for r in rankings), series)
+def _result(
+    folder: SweepFolder, job: JobPlan, state: JobState, series: Mapping[str, Series], rankings: Sequence[Ranking]
+) -> Result:
+    steps, saved = max((s.last[0] for s in series.values()), default=0), folder.run(job.index).saved_steps
+    return Result(job, state, steps, tuple(_score(series.get(r.metric), r, saved) for r in rankings), series)
 
 
-def _score(series: Series | None, ranking: Ranking) -> Score | None:
+def _score(series: Series | None, ranking: Ranking, saved: Collection[int]) -> Score | None:
+    """The best value counts if it has a checkpoint; the best saved one is never deleted."""
     trained = None if series is None else replace(series, points=tuple(p for p in series.points if p[0] > 0))
     if trained is None or not trained.points:
         return None  # step 0 is the evaluation before training, which does not count
-    step, value = trained.best(ranking.mode) if ranking.take == "best" else trained.last
+    if ranking.take == "last":
+        return Score(trained.last[1], trained.last[0])
+    kept = tuple(point for point in trained.points if point[0] in saved)  # none: before the first, or all were deleted
+    step, value = replace(trained, points=kept or trained.points).best(ranking.mode)
     return Score(value, step)
 
 

@@ -61,6 +61,20 @@ def test_the_last_value_wins_or_the_best_one(tmp_path: Path) -> None:
     assert results.best is not None and results.best.job.index == 4
 
 
+def test_the_best_value_is_one_that_a_checkpoint_has(tmp_path: Path) -> None:
+    """As `run export … --checkpoint best` takes it: of the saved steps, of which the best one stays."""
+    results = sweep(tmp_path, CURVES, replace(MAX, take="best"))
+    for index, steps in ((0, (2,)), (1, (1, 2)), (2, (1,))):
+        for step in steps:
+            path = results.folder.run(index).checkpoints / f"step-{step:08d}" / "MANIFEST.json"
+            path.parent.mkdir(parents=True)
+            path.touch()
+    again = read_results(results.folder, results.plan, SweepState.read(results.folder))
+    scores = [(Score(0.5, 2),), (Score(0.6, 2),), (Score(0.2, 1),), (None,), (Score(0.4, 2),)]
+    assert [row.scores for row in again.results] == scores
+    assert again.best is not None and again.best.job.index == 1
+
+
 @pytest.mark.parametrize("take", ["last", "best"])
 def test_the_evaluation_before_the_first_step_ranks_nothing(tmp_path: Path, take: Any) -> None:
     results = sweep(tmp_path, {("1", "1"): [0.3, 0.4], ("2", "1"): [0.2]}, replace(MAX, take=take))
