@@ -60,8 +60,10 @@ def run_with_attention(
     return forward(input_ids=ids[None], position_ids=places, attention_mask=None, ragged=attention, **more)[0]
 
 
-def run_padded(forward: ForwardFn, batch: Batch) -> Tensor:
+def run_padded(forward: ForwardFn, batch: Batch, *, is_routed: bool = False) -> Tensor:
     """One model row per batch row or path, padded on the right; a shared prompt is computed per branch.
+
+    is_routed: `forward` also takes `counted`, int64 [T], a place of each token
 
     Causality alone keeps padding (the last token again) out of the tokens before it. The attention mask says that all
     is real: the models' mask functions then take their fast way, and no padding token is left without anything to
@@ -79,8 +81,8 @@ def run_padded(forward: ForwardFn, batch: Batch) -> Tensor:
     if "inputs" in batch.tokens:  # or padding would be more places of an image
         real = torch.arange(shape[1]) < torch.tensor(tree.lengths)[:, None]
         ids = ids.where(real.to(ids.device), 0)
-    experts = given_experts(batch, padded.index)
-    out = forward(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), **experts)
+    more = given_experts(batch, padded.index) | ({"counted": padded.inverse} if is_routed else {})
+    out = forward(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), **more)
     return out.flatten(0, 1).index_select(0, padded.inverse)
 
 

@@ -65,18 +65,27 @@ class RouterHooks:
         self.records = self.counts_tokens = False
         self.token_experts = torch.empty(0)
         self._given: Tensor | None = None
+        self._counted: Tensor | None = None
         self._chosen: list[Tensor] = [torch.empty(0)] * len(self._routers)
         self._counts: ExpertCounts | None = None
         for layer, router in enumerate(self._routers):
             forward = partial(self._route, layer, router.forward)
             router.forward = torch.compiler.disable(forward) if is_compiled else forward
 
-    def replay(self, forward: Callable[..., Any], *, experts: Tensor | None = None, **keywords: Any) -> Any:
+    def replay(
+        self,
+        forward: Callable[..., Any],
+        *,
+        experts: Tensor | None = None,
+        counted: Tensor | None = None,
+        **keywords: Any,
+    ) -> Any:
         """`forward(**keywords)`, whose routers take `experts`, [n, M, k] by token; None = their own.
 
         They stay given until the next call, as checkpointed layers run again in the backward pass.
+        counted: the tokens that metrics count, int64, as others are padding or a prompt again; None = all.
         """
-        self._given = experts
+        self._given, self._counted = experts, counted
         return forward(**keywords)
 
     def keep_token_experts(self, run: Callable[..., Tensor]) -> None:
@@ -111,6 +120,9 @@ class RouterHooks:
     def _count(self, layer: int, logits: Tensor, chosen: Tensor, own: Tensor | None, given: Tensor | None) -> None:
         if self._counts is None:
             self._counts = ExpertCounts.zeros(len(self._routers), self._num_experts, logits.device)
+        if (at := self._counted) is not None:
+            logits, chosen = logits[at], chosen[at]
+            own, given = (None if one is None else one[at] for one in (own, given))
         counts, first = self._counts, layer == 0
         counts.tokens += len(chosen) * first
         counts.chosen[layer].scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))

@@ -385,7 +385,7 @@ class TransformersModel(SharedByAdapters, WithRouters):
     def _forward_tokens(self, forward: batch_layout.ForwardFn, tokens: BatchTokens) -> Tensor:
         """Output of `forward` for each of this rank's tokens, [W, H]. Raises SpecError for a too long row."""
         check_row_length(int(tokens.batch.structure.tokens["positions"].max()) + 1, self.length_limit)
-        run = partial(batch_layout.run_padded, batch=tokens.batch)
+        run = partial(batch_layout.run_padded, batch=tokens.batch, is_routed=self.routing is not None)
         if not self.is_padded:
             run = partial(tokens.run, kernel=self._kernel)
         return self.stage.run_local(self.with_routing(run), forward)

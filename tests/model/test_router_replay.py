@@ -327,6 +327,25 @@ def test_counts_are_of_the_routers_own_and_of_the_given_experts() -> None:
     assert isinstance(counts.idle, Tensor) and isinstance(model.inner, nn.Module)
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_padding_is_not_counted_and_a_shared_prompt_once(share: bool) -> None:
+    branches = [Branch(row, {"weight": [1.0] * len(row)}) for row in rows((2, 7), seed=2)]
+    data = pack_trees([Tree(prompt, branches) for prompt in PROMPTS], share=share)
+    scores = torch.rand(data.num_tokens, 2, EXPERTS, generator=torch.Generator().manual_seed(0))
+    found = []
+    for layout in ("packed", "padded"):
+        model = policy("mild", double=True, batch_layout=layout)
+        assert model.routing is not None and model.layout == layout
+        model.routing.counts_tokens = True
+        for batch in (data, replace(data, tokens={**data.tokens, "experts": scores.topk(TOP).indices.to(torch.int16)})):
+            model.outputs(batch, LOGPROBS)
+        found.append(model.routing.pop_counts())
+    packed, padded = found
+    assert packed is not None and padded is not None and int(padded.tokens) == 2 * data.num_tokens
+    assert int(padded.given) == data.num_tokens and padded.metrics() == pytest.approx(packed.metrics())
+    assert torch.equal(padded.chosen, packed.chosen)
+
+
 def local_learner(model: CausalLM) -> LocalLearner:
     """A learner whose micro-batches have 30 tokens."""
     how: dict[str, Any] = {"lr": 1.0, "factor": lambda _: 1.0, "clip_norm": None, "budget": 30, "seed": 0}
