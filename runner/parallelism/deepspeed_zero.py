@@ -136,10 +136,11 @@ class DeepSpeedZero:
         """
         for parameter, value in parameters.items():
             self._write_shard(parameter, value, None)
+        is_fused = bool(self._optimizer.defaults.get("fused"))
         for members, flat in self._groups():
             entries = [kept.get(parameter, {}) for parameter in members]
             keys = {key: None for entry in entries for key in entry}  # in order
-            self._optimizer.state[flat] = {key: _group_entry(key, flat, entries) for key in keys}
+            self._optimizer.state[flat] = {key: _group_entry(key, flat, entries, is_fused) for key in keys}
         if self._stage == 2:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
@@ -183,15 +184,20 @@ class DeepSpeedZero:
                 offload._register_deepspeed_module(self._whole)
 
 
-def _group_entry(key: str, flat: Tensor, entries: list[Mapping[str, Any]]) -> Any:
-    """The state `key` of a group: a tensor to be filled, or the value that all parameters share."""
+def _group_entry(key: str, flat: Tensor, entries: list[Mapping[str, Any]], is_fused: bool) -> Any:
+    """The state `key` of a group: a tensor to be filled, or the value that all parameters share.
+
+    is_fused: a shared tensor (AdamW's number of steps) belongs on the device, as in torch's `load_state_dict`.
+    """
     first = next(entry[key] for entry in entries if key in entry)
     if isinstance(first, Tensor) and first.ndim:
         return torch.zeros_like(flat)
     if any(entry.get(key) != first for entry in entries):
         text = f"DeepSpeed keeps one {key} for all parameters of a group, but the checkpoint has several"
         raise CheckpointError(f"{text}; continue with parallelism=ddp or fsdp")
-    return first.clone() if isinstance(first, Tensor) else first
+    if not isinstance(first, Tensor):
+        return first
+    return first.to(flat.device, copy=True) if is_fused else first.clone()
 
 
 def _import_deepspeed(device: str, place: RankInfo) -> Any:

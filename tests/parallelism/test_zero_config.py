@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+import torch
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.parallelism.config import Zero2Config, Zero3Config
+from runner.parallelism.deepspeed_zero import _group_entry
 from runner.parallelism.mesh import Mesh
 
 WORDS = ["+recipe=sft_demo", "launch.devices=2"]
@@ -34,6 +36,14 @@ def test_what_it_cannot_do_is_refused_by_name(words: str, key: str, said: str) -
         compose_job([*(WORDS if "+recipe" not in words else WORDS[1:]), *words.split()])
     [message] = [problem.message for problem in caught.value.problems if problem.key == key]
     assert said in message
+
+
+@pytest.mark.parametrize(("is_fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_a_restored_number_of_steps_is_where_the_kernel_reads_it(is_fused: bool, device: str) -> None:
+    """A fused AdamW on a card cannot read it from the host, where a checkpoint has it."""
+    step, flat = torch.tensor(3.0), torch.empty(4, device="meta")
+    found = _group_entry("step", flat, [{"step": step}, {"step": step.clone()}], is_fused)
+    assert found is not step and found.device.type == device and found.dtype == torch.float32
 
 
 def test_one_process_is_refused() -> None:
