@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ from runner.interfaces.rewards import (
 from runner.reward.code_tests import Assertions, CallTests, ProgramTests, Tests, parse_tests, prints_same, read_results
 from runner.reward.config import CodeConfig
 from runner.reward.landlock_sandbox import CALLS, OPEN_FILES, seccomp_filter
-from runner.reward.rules import extract_answer
+from runner.reward.rules import last_code_block, last_match
 
 if TYPE_CHECKING:
     from runner.interfaces import Completion, Decide
@@ -332,6 +332,8 @@ def build(config: CodeConfig, *, decide: Decide, **_: Any) -> GroupScorer:
         except OSError as error:
             raise fsync_io.full_disk_error(error) or SandboxError(fsync_io.error_reason(error)) from error
 
+    extract = last_code_block if config.extract is None else partial(last_match, config.extract)
+
     @lru_cache(maxsize=KNOWN_TESTS)
     def assert_nothing(tests: Assertions) -> bool:
         return passes(run, "", tests)
@@ -339,7 +341,7 @@ def build(config: CodeConfig, *, decide: Decide, **_: Any) -> GroupScorer:
     def rate(completion: Completion) -> float:
         value = require_column(completion, config.column, "column")
         tests = parse_tests(value, completion.prompt.columns.get("metadata"))
-        code = extract_answer(completion, config)
+        code = extract(completion.text)
         try:
             if isinstance(tests, Assertions) and assert_nothing(tests):
                 raise UnscorableError("no tests", f"the tests assert nothing: they pass without code: {value!r:.80}")

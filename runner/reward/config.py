@@ -218,8 +218,9 @@ class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
         default="tests", min_length=1, description="Column with the tests: Python code, or a form of docs/rewards.md."
     )
     extract: str | None = Field(
-        default=r"```(?:python|py)?[^\S\n]*\n(.*?)```",
-        description="Regular expression with one group; its last match is the code. null = the whole text.",
+        default=None,
+        description="Regular expression with one capturing group; its last match is the code. null = the last fenced "
+        "block of Python.",
     )
     url: str | None = Field(
         default=None,

@@ -44,6 +44,9 @@ from runner.reward.config import (
 if TYPE_CHECKING:
     from runner.interfaces import Completion
 
+# Text before the fence, the fence, the first word of its info string: CommonMark has no backtick in either text.
+FENCE = re.compile(r"([^`]*)(`{3,})[^\S\n]*(\w*)[^`]*")
+PYTHON = re.compile(r"python[0-9]*|py[0-9]*", re.IGNORECASE)
 SEARCH_S = 2.0  # of a regular expression of the user's, run on text of the model's: some never end
 
 
@@ -76,6 +79,27 @@ def _search(pattern: str, text: str, search: Callable[[Any], Any]) -> Any:
         where = f"a text of {len(text)} characters"
         advice = f"the pattern {pattern!r} took over {SEARCH_S:g} s on {where}; simplify it"
         raise UnscorableError("pattern too slow", advice) from error
+
+
+def last_code_block(text: str) -> str | None:
+    """The last closed block tagged as Python, or else without a tag, after </think>; None without one.
+
+    Departures from CommonMark: text may precede an opening fence (`<answer>```python`), and a fence with a tag begins
+    a block even where the last one was not closed.
+    """
+    found: dict[bool, str] = {}  # by whether the block is tagged as Python
+    fence, tag, indent, lines = "", "", "", list[str]()
+    for line in text.rpartition("</think>")[2].split("\n"):
+        mark = FENCE.fullmatch(line)
+        if mark is None or (fence and (mark[1].strip() or len(mark[2]) < len(fence))):
+            lines.append(line.removeprefix(indent))
+        elif fence and not mark[3]:
+            if not tag or PYTHON.fullmatch(tag):
+                found[bool(tag)] = "\n".join(lines)
+            fence = ""
+        else:
+            indent, fence, tag, lines = mark[1], mark[2], mark[3], []
+    return found.get(True, found.get(False))
 
 
 def build_none(config: NoRewardConfig, **_: Any) -> None:

@@ -23,6 +23,7 @@ from runner.core.errors import EnvironmentProblem, StorageError
 from runner.reward import code as sandbox
 from runner.reward.code import SANDBOXES, sandbox_problem
 from runner.reward.config import CodeConfig
+from runner.reward.rules import last_code_block
 from tests.ports import free_port
 from tests.reward.samples import answer, made, scores
 from tests.reward.test_http import service
@@ -53,6 +54,42 @@ def score(text: str, tests: Any, **options: Any) -> float | None:
 
 def block(code: str) -> str:
     return f"Here it is:\n```python\n{code}\n```\nDone."
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Install:\n```bash\npip install numpy\n```\nThen:\n```python\nx\n```", "x"),
+        ("```json\n{}\n```\n```\nx\n```\nIt prints\n```text\n1\n```", "x"),
+        ("```python\nx\n```\nIt prints\n```\n1\n```", "x"),
+        ("```Python\nx\n```", "x"),
+        ("```python3 title=x\r\nx\n```\r", "x"),
+        ("``` py\nx\n\n  y\n```  ", "x\n\n  y"),
+        ("<answer>```python\nx\n```</answer>", "x"),
+        ("1. a\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y"),
+        ("````python\n(\n```\nx\n```\n)\n````", "(\n```\nx\n```\n)"),
+        ("```python\ns = '```'\n```", "s = '```'"),
+        ("```python\nx\n```\nBetter:\n```python\ny", "x"),
+        ("```python\nx\nNo:\n```python\ny\n```", "y"),
+        ("<think>\n```python\nx\n```\nor\n```python\n</think>\n```\ny\n```", "y"),
+        ("Use ```x``` or ``y``:\n```\nx\n```", "x"),
+        ("Wrap it in ```.\n```python\nx\n```", "x"),
+        ("```python\n```", ""),
+        ("```bash\nls\n```", None),
+        ("```python\nx", None),
+        ("x", None),
+    ],
+)
+def test_fences_are_read_in_pairs_and_the_last_block_of_python_counts(text: str, expected: str | None) -> None:
+    assert last_code_block(text) == expected
+
+
+def test_the_code_is_the_last_block_or_what_extract_finds() -> None:
+    text = f"Install:\n```bash\npip install numpy\n```\nThen:\n```python\n{DOUBLE}\n```"
+    assert score(text, TESTS) == 1.0
+    assert score(f"<code>{DOUBLE}</code>", TESTS, extract="<code>(.*?)</code>") == 1.0
+    assert score(DOUBLE, TESTS, extract="(.+)") == 1.0
+    assert score(DOUBLE, TESTS) == 0.0
 
 
 @pytest.mark.usefixtures("kind")
