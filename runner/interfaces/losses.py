@@ -68,7 +68,7 @@ INPUTS: dict[Kind, dict[str, str]] = {
     "advantage": {
         "rewards": "float64 [N]: the reward of each row less its KL penalty; NaN = unscored, or no sample",
         "group": "int64 [N]: equal for the rows of one prompt",
-        "lengths": "int64 [N]: trained tokens of each row",
+        "lengths": "int64 [N]: the policy's own tokens of each row, also where the loss leaves them out",
         "token_rewards": "float64 [T]: a row's reward on its last trained token, less the KL penalty of each token",
         "mask": "bool [T]: the trained tokens",
         "row": "int64 [T]: the row of each token",

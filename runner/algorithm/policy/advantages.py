@@ -140,7 +140,10 @@ def batch_std(rewards: Tensor, group: Tensor, *, advantage_eps: AdvantageEps = 1
 
 @advantage("opo", paper="OPO 2505.23585", formula="R − length-weighted mean of the group")
 def opo(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
-    """R − Σ length·R / Σ length over the group, [N]; lengths [N] in trained tokens, above 0 where scored."""
+    """R − Σ length·R / Σ length over the group, [N].
+
+    lengths: [N], in the policy's own tokens, also of answers left out of the loss; above 0 where scored
+    """
     shifted, scored = _shift_by_minimum(rewards, group)
     weight = torch.where(scored, lengths, 0).to(rewards.dtype)
     total = segment_sum(weight, group)
@@ -214,9 +217,9 @@ def scored_mask(mask: Tensor, rewards: Tensor, row: Tensor) -> Tensor:
 
 
 def kl_penalized_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, beta: float) -> Tensor:
-    """R − beta·Σ KL over the row's trained tokens, [N]: the penalty in the reward (RLOO, 2402.14740).
+    """R − beta·Σ KL over the row's tokens in the mask, [N]: the penalty in the reward (RLOO, 2402.14740).
 
-    rewards: float [N], NaN stays NaN; kl: float [T], k1 per token.
+    rewards: float [N], NaN stays NaN; kl: float [T], k1 per token; mask: bool [T], the policy's own tokens.
     """
     return rewards.index_add(0, row, torch.where(mask, kl, 0), alpha=-beta)
 

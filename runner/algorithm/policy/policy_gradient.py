@@ -85,7 +85,7 @@ class PolicyOptimization:
         batch = self._pack_groups(experience)
         batch = self._add_model_outputs(batch, models)
         batch = mark_dropped_groups(self.config, batch, self.kl.coefficient)
-        batch = add_advantages(self.config, batch, self.kl.coefficient)
+        batch = add_advantages(self.config, batch, self.kl.coefficient).without_tokens("action_mask")
         for epoch in range(self.config.epochs):
             for part in self._mini_batches(batch, experience.step, epoch):
                 yield without_dropped_groups(add_aggregation_weights(self.config, part, self.max_length))
@@ -130,6 +130,8 @@ class PolicyOptimization:
     def _pack_groups(self, experience: Experience) -> Batch:
         """The groups that are trained on as one batch; `weight` is 1 on what is trained.
 
+        `action_mask` is 1 on all tokens of the policy, also of answers that are scored but left out of the loss.
+
         Of groups to be dropped, those are in it whose variance is not known yet, and those that the loss counts.
         """
         drop = self.config.zero_variance_policy != "keep" and self.config.kl_location != "reward"
@@ -156,7 +158,8 @@ class PolicyOptimization:
             unscored = self.config.needs_reward and one.reward is None
             left_out = silent or unscored or (self.config.mask_truncated and one.finish == "length")
             for at, row in enumerate(one.rows):
-                channels = {"weight": [0.0] * len(row.ids) if left_out else row.mask, "sampled": row.logprobs}
+                weight = [0.0] * len(row.ids) if left_out else row.mask
+                channels = {"weight": weight, "action_mask": row.mask, "sampled": row.logprobs}
                 reward = torch.nan if one.reward is None or at else one.reward
                 branches.append(Branch(row.ids, channels, {"reward": reward, "is_extra": float(at > 0)}))
         return Tree(group.prompt.ids, branches)
@@ -215,8 +218,8 @@ def mark_dropped_groups(config: PolicyConfig, batch: Batch, beta: float) -> Batc
     """
     if config.zero_variance_policy == "keep":
         return batch
-    mask, row = batch.tokens["weight"] != 0, episode_of_tokens(batch)
-    rewards = advantages.kl_penalized_rewards(_rewards(batch), _kl_penalty(config, batch), mask, row, beta)
+    row = episode_of_tokens(batch)
+    rewards = _kl_penalized_rewards(config, batch, row, beta)
     rounding = KL_ROUNDING if config.kl_location == "reward" else 0.0
     dropped = ~advantages.has_variance(rewards, batch.rows["tree"], rounding)
     if config.counts_dropped_groups and not bool(dropped.all()):
@@ -244,18 +247,21 @@ def add_advantages(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
         if "old" not in batch.tokens:
             return batch
         return with_tokens(batch, advantages=teacher_log_ratio(batch.tokens["teacher"], batch.tokens["old"]))
-    given = _rewards(batch), _kl_penalty(config, batch), mask, row, beta
+
+    def token_rewards() -> Tensor:
+        return advantages.token_level_rewards(_rewards(batch), _kl_penalty(config, batch), mask, row, beta)
+
     if (options := config.critic_options) is not None:
-        rewards, values = advantages.token_level_rewards(*given), batch.tokens["values"].double()
-        found, returns = advantages.gae(rewards, values, mask, row, gamma=options.gamma, lam=options.lam)
+        values = batch.tokens["values"].double()
+        found, returns = advantages.gae(token_rewards(), values, mask, row, gamma=options.gamma, lam=options.lam)
         if options.normalize_advantages:
             found = whiten(found, mask, ddof=options.whiten_ddof or 0)
         return with_tokens(batch, returns=returns, advantages=found)
     offered = {
-        "rewards": lambda: advantages.kl_penalized_rewards(*given),
-        "token_rewards": lambda: advantages.token_level_rewards(*given),
+        "rewards": lambda: _kl_penalized_rewards(config, batch, row, beta),
+        "token_rewards": token_rewards,
         "group": lambda: batch.rows["tree"],
-        "lengths": lambda: mask.new_zeros(batch.num_rows, dtype=torch.int64).index_add(0, row, mask.long()),
+        "lengths": lambda: row.bincount(batch.tokens["action_mask"], batch.num_rows).long(),
         "mask": lambda: mask,
         "row": lambda: row,
     }
@@ -273,6 +279,12 @@ def episode_of_tokens(batch: Batch) -> Tensor:
     return torch.where(is_extra, first, index)[row_of_tokens(batch)]
 
 
+def _kl_penalized_rewards(config: PolicyConfig, batch: Batch, row: Tensor, beta: float) -> Tensor:
+    """Rewards less the KL of all of an answer's tokens, also of one that the loss leaves out, float64 [N]."""
+    actions = batch.tokens["action_mask"] != 0
+    return advantages.kl_penalized_rewards(_rewards(batch), _kl_penalty(config, batch), actions, row, beta)
+
+
 def _rewards(batch: Batch) -> Tensor:
     return batch.rows["reward"].double()
 
@@ -286,7 +298,7 @@ def _kl_penalty(config: PolicyConfig, batch: Batch) -> Tensor:
         "reference_logprobs": lambda: batch.tokens["reference"],
         "ratio": lambda: torch.ones(batch.num_tokens),
         "max_log_ratio": lambda: config.max_log_ratio,
-        "mask": lambda: batch.tokens["weight"],
+        "mask": lambda: batch.tokens["action_mask"],
     }
     penalty: Tensor = compute_selected(config, "kl_estimator", offered)
     return penalty.double()

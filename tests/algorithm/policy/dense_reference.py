@@ -162,7 +162,7 @@ def mark_trained(groups: Sequence[Group], options: Mapping[str, Any]) -> None:
         one.channels["penalty"] = torch.zeros(len(one.ids), dtype=torch.float64)
         if has_kl(options) and options["kl_in"] == "reward":
             estimate = kl_estimate(one.channels["old"], one.channels["reference"], torch.ones(()), options)
-            one.channels["penalty"] = options["kl_coef"] * estimate * one.trained
+            one.channels["penalty"] = options["kl_coef"] * estimate * torch.tensor(one.mask)
         one.adjusted = math.nan if one.reward is None else one.reward - float(one.channels["penalty"].sum())
     if options.get("zero_variance", "keep") != "keep":
         for group in groups:
@@ -196,7 +196,7 @@ def add_advantages(groups: Sequence[Group], options: Mapping[str, Any]) -> None:
         known = r[~r.isnan()]
         n, mean = len(known), known.mean()
         std = known.std() if n > 1 else torch.zeros(())
-        lengths = torch.tensor([float(one.trained.sum()) for one in group.samples], dtype=torch.float64)[~r.isnan()]
+        lengths = torch.tensor([sum(one.mask) for one in group.samples], dtype=torch.float64)[~r.isnan()]
         for one in group.samples:
             if math.isnan(one.adjusted):
                 continue

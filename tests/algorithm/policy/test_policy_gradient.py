@@ -17,6 +17,8 @@ from torch import Tensor
 from runner.algorithm import experience_state, rollouts
 from runner.algorithm.explain import policy as formula
 from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
+from runner.algorithm.policy.policy_gradient import add_advantages
+from runner.core.batch import Batch
 from runner.core.errors import TrainingDiverged
 from runner.core.metrics import Metrics
 from runner.environment.config import NoEnvironmentConfig
@@ -394,6 +396,31 @@ def test_answers_that_were_cut_off_can_be_left_out() -> None:
     whole = [s for g in experience.groups if g.has_reward_variance for s in g.samples if s.finish == "stop"]
     batch = next(iter(job.algorithm.prepare(experience, job.models)))
     assert batch.totals["tokens"] == sum(len(s.ids) for s in whole)
+
+
+@pytest.mark.parametrize("options", [{"advantage": "opo"}, {"kl_estimator": "k1", "kl_in": "reward", "kl_coef": 0.5}])
+def test_answers_left_out_of_the_loss_stay_in_the_baseline_of_the_others(options: dict[str, Any]) -> None:
+    found = []
+    for masked in (False, True):
+        job = job_of(
+            GrpoConfig(**SMALL, **options, mask_truncated=masked, zero_variance="keep"), stop_token_ids=[0, 3, 9]
+        )
+        job.publish(0)
+        found.append(next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models))).tokens)
+    trained = found[1]["weight"] != 0
+    assert 0 < int(trained.sum()) < int((found[0]["weight"] != 0).sum())
+    assert torch.equal(found[0]["advantages"][trained], found[1]["advantages"][trained])
+
+
+def test_opo_weighs_a_truncated_answer_by_its_length() -> None:
+    mask = torch.tensor([0.0] * 2 + [1.0] * 10 + [0.0, 1.0] * 250)
+    rows = {"lengths": torch.tensor([12, 500]), "unit": torch.arange(2), "start": torch.zeros(2).long()}
+    rows |= {"branch": torch.arange(2), "tree": torch.zeros(2).long(), "is_extra": torch.zeros(2)}
+    rows["reward"] = torch.tensor([1.0, 0.0])
+    weight = mask * (torch.arange(len(mask)) < 12)
+    batch = Batch({"ids": torch.zeros(512).long(), "weight": weight, "action_mask": mask}, rows)
+    found = add_advantages(GrpoConfig(**SMALL, advantage="opo", mask_truncated=True), batch, 0.0).tokens["advantages"]
+    assert found[0] == pytest.approx(1 - 10 / 260)
 
 
 @pytest.mark.parametrize("kind", [GrpoConfig, PpoConfig])
