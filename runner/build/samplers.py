@@ -96,13 +96,21 @@ def make_local_sampler(spec: JobSpec, model: TrainableModel, decide: Decisions, 
         hook_routers(spec, model, decide)
     if spec.sampler.engine:
         served = {"recomputed": not spec.algorithm.needs_sampler_logprobs()}
-        known = spec.data.max_length is not None  # not where only the trainer reads the data: then as the model allows
-        own = served if spec.sampler.served else {"longest": longest_row(spec) if known else 2**31}
+        own = served if spec.sampler.served else {"longest": engine_row_limit(spec)}
         shutil.rmtree(folder.engine, ignore_errors=True)  # of a process that was killed
         folder.engine.mkdir(parents=True)
         options = {"folder": folder.engine, **own}
     sampler: Sampler = build_component(spec.sampler, model=model, decide=decide, **options)
     return sampler
+
+
+def engine_row_limit(spec: JobSpec) -> int:
+    """Tokens of the longest row that an engine gets; 2**31 = as the model allows.
+
+    That is where only the trainer reads the data, and where an environment adds messages and tools of any length.
+    """
+    unknown = spec.data.max_length is None or spec.environment.most_turns() > 1
+    return 2**31 if unknown else longest_row(spec)
 
 
 def _report_padding(vocab_size: int, tokenizer: Any, decide: Decisions) -> None:

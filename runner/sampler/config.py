@@ -73,7 +73,10 @@ class VllmSamplerConfig(SamplingConfig):
         default=None, description="Run without CUDA graphs; null = false on CUDA, else true."
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Maximum tokens of prompt and completion; null = what the job needs."
+        default=None,
+        ge=2,
+        description="Maximum tokens of prompt and completion, or of an episode; null = what the job needs, for "
+        "episodes of several turns what the model allows.",
     )
 
     def weights_to_send(self) -> tuple[WeightParts, ...]:

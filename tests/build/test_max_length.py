@@ -9,6 +9,7 @@ import pytest
 
 from runner.build.components import build_tokenizer, longest_row
 from runner.build.data import build_data, resolve_max_length
+from runner.build.samplers import engine_row_limit
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, SpecError
@@ -56,6 +57,13 @@ def test_a_prompt_leaves_room_for_its_answer(rows: str) -> None:
     assert (spec.data.max_length, longest_row(spec)) == (20, 40)
     with pytest.raises(SpecError, match=r"sampler\.max_new_tokens: 63 new tokens leave no room for a prompt"):
         resolve(*job, "sampler.max_new_tokens=63")
+
+
+def test_an_engine_has_room_for_whole_episodes(rows: str) -> None:
+    job = ["+recipe=grpo_demo", "data=file", f"data.path={rows}", "sampler.max_new_tokens=20"]
+    assert engine_row_limit(compose_job(job).spec) == 2**31  # of which the sampler's build() takes what the model has
+    assert engine_row_limit(compose_job(job := [*job, "data.max_length=32"]).spec) == 52
+    assert engine_row_limit(compose_job([*job, "environment=calculator"]).spec) == 2**31
 
 
 @pytest.mark.parametrize("recipe", ["sft_demo", "grpo_demo"])

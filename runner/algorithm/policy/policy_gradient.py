@@ -138,7 +138,7 @@ class PolicyOptimization:
         drop &= not self.config.counts_dropped_groups
         played = [g for g in experience.groups if g.played_samples]
         if not played:
-            raise EnvironmentProblem("every episode of the step failed\n  fix the environment")
+            raise EnvironmentProblem(self._why_no_episode(experience))
         learnt = [g for g in played if g.has_reward_variance or not drop]
         silent = not learnt  # then the step has a gradient of zero, and not no step
         groups = learnt or played[:1]
@@ -151,6 +151,13 @@ class PolicyOptimization:
         if self.temperature != 1:
             batch = with_tokens(batch, temperature=torch.full((batch.num_tokens,), self.temperature))
         return batch
+
+    def _why_no_episode(self, experience: Experience) -> str:
+        if not any(one.finish == "length" for group in experience.groups for one in group.samples):
+            return "every episode of the step failed\n  fix the environment"
+        text = f"the sampler has room for {self.collector.sampler.max_model_len} tokens; prompts and tools fill it"
+        advice = "raise sampler.max_model_len (sampler=vllm), lower data.max_length, or shorten the tools' descriptions"
+        return f"no episode of the step had room for a turn: {text}\n  {advice}"
 
     def _tree(self, group: Group, silent: bool) -> Tree:
         branches = []

@@ -19,7 +19,7 @@ from runner.algorithm.explain import policy as formula
 from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
 from runner.algorithm.policy.policy_gradient import add_advantages
 from runner.core.batch import Batch
-from runner.core.errors import TrainingDiverged
+from runner.core.errors import EnvironmentProblem, TrainingDiverged
 from runner.core.metrics import Metrics
 from runner.environment.config import NoEnvironmentConfig
 from runner.interfaces import Completion, EnvironmentFactory, StepResult
@@ -396,6 +396,24 @@ def test_answers_that_were_cut_off_can_be_left_out() -> None:
     whole = [s for g in experience.groups if g.has_reward_variance for s in g.samples if s.finish == "stop"]
     batch = next(iter(job.algorithm.prepare(experience, job.models)))
     assert batch.totals["tokens"] == sum(len(s.ids) for s in whole)
+
+
+@pytest.mark.parametrize(
+    ("finish", "said"),
+    [
+        ("failed", "every episode of the step failed"),
+        ("length", "had room for a turn: the sampler has room for"),
+    ],
+)
+def test_a_step_without_an_episode_says_why(finish: str, said: str) -> None:
+    job = job_of(GrpoConfig(**SMALL), environments=EnvironmentFactory(Nods, 2))
+    job.publish(0)
+    experience = job.algorithm.collect(0)
+    empty = tuple(
+        replace(g, samples=tuple(replace(s, ids=(), finish=finish) for s in g.samples)) for g in experience.groups
+    )
+    with pytest.raises(EnvironmentProblem, match=said):
+        next(iter(job.algorithm.prepare(replace(experience, groups=empty), job.models)))
 
 
 @pytest.mark.parametrize("options", [{"advantage": "opo"}, {"kl_estimator": "k1", "kl_in": "reward", "kl_coef": 0.5}])
