@@ -6,6 +6,7 @@ text ─ChatAnswer.push─▶ (reasoning | content, text) … calls, and what is
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from runner.core.tool_formats import Part, ToolCall, ToolFormat, Tools
@@ -37,6 +38,7 @@ class ChatAnswer:
     _held: str = ""
     _is_first: bool = True  # no content yet: reasoning, and calls that are whole turns, stand only there
     _block: str | None = None  # the text of a block of calls that has begun
+    _mark: str = ""  # that began it, where it is no part of it
     _skips_newlines: bool = False  # a marker has just ended
 
     def __post_init__(self) -> None:
@@ -66,7 +68,7 @@ class ChatAnswer:
         if self._block is not None:
             return self._extend_block(found)
         if self.is_thinking:
-            return self._split_at(END_THINK, "reasoning", found)
+            return self._split_at((END_THINK,), "reasoning", found)
         if self._is_first:
             start = self._held.lstrip()
             whole = self.format.opens if self.format and self.format.is_whole_turn else ()
@@ -80,19 +82,21 @@ class ChatAnswer:
                 self._block, self._held = start, ""
                 return False
         if self.format is not None and not self.format.is_whole_turn:
-            return self._split_at(self.format.opens[0], "content", found)
+            return self._split_at((self.format.opens[0], *self.format.bare), "content", found)
         found.append(("content", self._without_newlines(self._held)))
         self._held = ""
         return False
 
-    def _split_at(self, marker: str, part: Part, found: list[tuple[Part, str]]) -> bool:
-        """Give the text before the marker.
+    def _split_at(self, markers: Sequence[str], part: Part, found: list[tuple[Part, str]]) -> bool:
+        """Give the text before the first of the markers.
 
         Line feeds before it wait: they belong to the text only if more of it follows.
         """
-        before, mark, after = self._held.partition(marker)
+        _, mark = min(((self._held.find(one), one) for one in markers if one in self._held), default=(0, ""))
+        before, after = self._held.split(mark, 1) if mark else (self._held, "")
         before = self._without_newlines(before)
-        text = before[: len(before) - (0 if mark else overlap(before, marker))].rstrip("\n")
+        cut = 0 if mark else max(overlap(before, one) for one in markers)
+        text = before[: len(before) - cut].rstrip("\n")
         found.append((part, text))
         if not mark:
             self._held = before[len(text) :]
@@ -101,7 +105,7 @@ class ChatAnswer:
         if part == "reasoning":
             self.is_thinking = False
         else:
-            self._block = ""
+            self._mark, self._block = ("", mark) if mark in markers[1:] else (mark, "")
         return True
 
     def _without_newlines(self, text: str) -> str:
@@ -132,7 +136,7 @@ class ChatAnswer:
             return
         self.errors.append(error)
         head, mark, rest = block.partition(self.format.closes) if self.format.closes else (block, "", "")
-        found.append(("content", ("" if self.format.is_whole_turn else self.format.opens[0]) + head + mark))
+        found.append(("content", self._mark + head + mark))
         found += self.push(rest)
 
     def _read(self, block: str, found: list[tuple[Part, str]]) -> str | None:

@@ -41,6 +41,7 @@ class ToolFormat:
 
     opens, closes: what stands around a block of calls; no `closes` = a block ends with the turn
     read: the calls of a block, or its texts too. Raises ValueError for anything else.
+    bare: what begins a block, and belongs to it, where the model left out `opens`
     is_whole_turn: a turn that begins with one of `opens` is one block, which includes that
     special: texts that may be special tokens; has_channels: turns without a call are read by it, too
     """
@@ -49,6 +50,7 @@ class ToolFormat:
     opens: tuple[str, ...]
     closes: str
     read: Callable[[str, Tools], Sequence[Piece]]
+    bare: tuple[str, ...] = ()
     is_whole_turn: bool = False
     special: tuple[str, ...] = ()
     has_channels: bool = False
@@ -81,8 +83,20 @@ def _arguments(value: Any) -> dict[str, Any]:
     return found
 
 
-def _llama3(text: str, _: Tools) -> list[ToolCall]:
-    return _json_calls(text.strip().removeprefix("<|python_tag|>"))
+def _llama3(text: str, _: Tools) -> Sequence[Piece]:
+    """Calls after <|python_tag|>, or without it; there an object without a name is an answer, as in vLLM."""
+    body = text.strip()
+    if body.startswith("{") and not _has_name(body):
+        return [("content", text)]
+    return _json_calls(body.removeprefix("<|python_tag|>"))
+
+
+def _has_name(text: str) -> bool:
+    """Whether the JSON object at the beginning has the key "name"; of a broken one, the text."""
+    try:
+        return "name" in json.JSONDecoder().raw_decode(text)[0]
+    except (ValueError, RecursionError):
+        return '"name"' in text
 
 
 def _mistral(text: str, _: Tools) -> list[ToolCall]:
@@ -176,7 +190,7 @@ FORMATS = {
     one.name: one
     for one in (
         ToolFormat("hermes", (CALL,), END_CALL, _json_calls, special=(CALL, END_CALL)),
-        ToolFormat("qwen_xml", (CALL,), END_CALL, _qwen_xml, special=(CALL, END_CALL)),
+        ToolFormat("qwen_xml", (CALL,), END_CALL, _qwen_xml, ("<function=",), special=(CALL, END_CALL)),
         ToolFormat("glm", (CALL,), END_CALL, _glm, special=(CALL, END_CALL)),
         ToolFormat("llama3", ("<|python_tag|>", "{"), "", _llama3, is_whole_turn=True, special=("<|python_tag|>",)),
         ToolFormat("mistral", ("[TOOL_CALLS]",), "", _mistral, special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),

@@ -20,6 +20,7 @@ from tests.data.chat_families import DEEPSEEK, family_tokenizer, trl_template
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
 MADE = ToolCall("f", {"x": "é"})
+XML = "<function=f>\n<parameter=x>\né\n</parameter>\n</function>"
 JSON_CALL = '{"name": "f", "parameters": {"x": "é"}}'
 
 
@@ -60,6 +61,13 @@ CASES = {
     ("hermes", ""): ("", "", []),
     ("llama3", JSON_CALL): ("", "", [MADE]),
     ("llama3", f"<|python_tag|>{JSON_CALL}; {JSON_CALL}"): ("", "", [MADE] * 2),
+    ("llama3", ' {"answer": {"name": "é"}}'): ("", '{"answer": {"name": "é"}}', []),
+    ("llama3", "{1, 2} is the set."): ("", "{1, 2} is the set.", []),
+    ("qwen_xml", f"<tool_call>\n{XML}\n</tool_call>\n<tool_call>\n{XML}\n</tool_call>"): ("", "", [MADE, MADE]),
+    ("qwen_xml", f"So:\n{XML}\n</tool_call>\n{XML}\n</tool_call>"): ("", "So:", [MADE, MADE]),
+    ("qwen_xml", f"{XML}\n"): ("", "", [MADE]),
+    ("qwen_xml", "<function=f> is no call</tool_call>"): ("", "<function=f> is no call</tool_call>", []),
+    ("qwen_xml", "a <function, <tool"): ("", "a <function, <tool", []),
     ("mistral", 'So:[TOOL_CALLS]f[ARGS]{"x": "é"}[TOOL_CALLS]f[CALL_ID]abc[ARGS]{"x": "é"}'): ("", "So:", [MADE] * 2),
     ("deepseek", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": "é"}<｜tool▁call▁end｜>'): (
         "",
@@ -93,7 +101,9 @@ def test_without_a_format_a_call_is_text() -> None:
     assert read(f"{CALL}\n", [3] * 9, None) == ("", f"{CALL}\n", [])
 
 
-@pytest.mark.parametrize("text", ['{"answer": 3}', '{"name": "f"}', "{no JSON", '{"name": "f", "parameters": [1]}'])
+@pytest.mark.parametrize(
+    "text", ['{"name": "f"}', '{"name": "f", "param', '{"name": "f", "parameters": [1]}', '<|python_tag|>{"answer": 3}']
+)
 def test_a_turn_of_json_that_is_no_call_is_content_and_an_error(text: str) -> None:
     answer = ChatAnswer(FORMATS["llama3"])
     assert [*answer.push(text), *answer.close()] == [("content", text)]
