@@ -151,6 +151,11 @@ class PolicyConfig(ReferenceBasedConfig):
         return "trainer" if self.epochs * self.mini_batches > 1 or self.kl_location == "reward" else "itself"
 
     @property
+    def has_importance_ratio(self) -> bool:
+        """Whether the policy loss reads how far the policy has moved since it sampled."""
+        return not {"ratio", "old_logprobs"}.isdisjoint(selected_function(self, "policy_loss").inputs)
+
+    @property
     def resolved_options(self) -> ResolvedOptions:
         """The values of the options that may be null, as they are used."""
         return ResolvedOptions(
@@ -181,6 +186,11 @@ class PolicyConfig(ReferenceBasedConfig):
         if self.lag > 1 and self.correction not in for_stale:
             why = "samples are several updates old, which the clipped ratio alone does not correct"
             found.append(("algorithm.lag", f"{self.lag} needs algorithm.correction={'|'.join(for_stale)}: {why}"))
+        elif self.lag and self.correction == "none" and not self.has_importance_ratio:
+            why = (
+                f"policy_loss={self.policy_loss} has no importance ratio, so nothing corrects samples of older weights"
+            )
+            found.append(("algorithm.lag", f"{why}; type algorithm.correction=tis, or algorithm.policy_loss=clip"))
         if self.kl_target is not None and self.resolved_options.kl_coef == 0:
             found.append(("algorithm.kl_target", "an adaptive coefficient cannot start at kl_coef=0"))
         kl_in = None if self.kl_estimator == "none" else selected_function(self, "kl_estimator").kl_in

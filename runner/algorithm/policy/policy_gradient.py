@@ -61,6 +61,9 @@ class PolicyOptimization:
         if config.kl_estimator != "none" and not config.has_kl:
             text = "algorithm.kl_coef=0: no reference model is loaded, and policy/kl is not measured"
             parts.decide.record_fact("algorithm.kl_estimator", "unused", text)
+        if (updates := config.epochs * config.mini_batches) > 1 and not config.has_importance_ratio:
+            text = f"it has no importance ratio, so {updates - 1} of {updates} updates of a step are off-policy"
+            parts.decide.record_fact("algorithm.policy_loss", config.policy_loss, f"{text}; clip has one")
         self.kl = KlController(config.resolved_options.kl_coef, config.kl_target)
         self.losses: Mapping[Role, LossFn] = losses_by_role(config, lambda: self.kl.coefficient)
         self._health: dict[str, float] = {}

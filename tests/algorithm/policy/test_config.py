@@ -22,6 +22,11 @@ BASE = ("algorithm=grpo", "sampler=torch", "reward=exact", "model=tiny", "data=d
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (
+            ["algorithm=rloo", "algorithm.lag=1"],
+            "algorithm.lag: policy_loss=reinforce has no importance ratio, so nothing corrects samples of older "
+            "weights; type algorithm.correction=tis, or algorithm.policy_loss=clip",
+        ),
         (["algorithm.lag=2"], "algorithm.lag: 2 needs algorithm.correction=decoupled"),
         (
             ["algorithm.dual_clip=3", "algorithm.policy_loss=cispo"],
@@ -113,6 +118,8 @@ def test_a_contradiction_is_one_problem_that_says_what_to_type(words: list[str],
 def test_lag_with_its_correction_is_accepted(workdir: Path) -> None:
     assert compose_job([*BASE, "algorithm.lag=3", "algorithm.correction=decoupled"]).spec.algorithm.steps_ahead() == 3
     assert compose_job([*BASE, "algorithm.lag=1"]).spec.algorithm.steps_ahead() == 1
+    corrected = ["algorithm.policy_loss=reinforce", "algorithm.lag=1", "algorithm.correction=tis"]
+    assert compose_job([*BASE, *corrected]).spec.algorithm.steps_ahead() == 1
 
 
 @pytest.mark.parametrize("group", ["sampler=torch", "reward=exact", "environment=calculator"])

@@ -441,6 +441,18 @@ def test_opo_weighs_a_truncated_answer_by_its_length() -> None:
     assert found[0] == pytest.approx(1 - 10 / 260)
 
 
+def test_updates_of_a_step_without_a_ratio_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, ...]] = []
+    monkeypatch.setattr(harness.silent, "record_fact", lambda *words: said.append(words))
+    job_of(GrpoConfig(**SMALL, policy_loss="reinforce"))
+    job_of(GrpoConfig(**SMALL, epochs=2))
+    assert not said
+    job_of(GrpoConfig(**SMALL, policy_loss="reinforce", mini_batches=2))
+    [(name, value, why)] = said
+    assert (name, value) == ("algorithm.policy_loss", "reinforce")
+    assert why == "it has no importance ratio, so 1 of 2 updates of a step are off-policy; clip has one"
+
+
 @pytest.mark.parametrize("kind", [GrpoConfig, PpoConfig])
 def test_epochs_and_mini_batches_are_optimizer_steps_over_the_same_samples(kind: Any) -> None:
     config = kind(**SMALL, group_size=4, epochs=3, mini_batches=2)
