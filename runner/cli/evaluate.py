@@ -16,7 +16,7 @@ from runner.cli.overrides import TRUST
 from runner.core.errors import Interrupted
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.user_files import with_copied_files
-from runner.spec.evaluation import EvaluationSet
+from runner.spec.evaluation import AnswersConfig, EvaluationSet
 from runner.spec.job import JobSpec
 
 # The sections whose options can be set; a model brings everything else.
@@ -50,6 +50,7 @@ def run(args: Namespace) -> int:
     resolved = spec.evaluation.with_resolved_source(resolve_model_path)
     sets = [_with_options(one, args) for one in resolved.decoded_sets()]
     base = spec
+    _refuse_unused(words, [one.name for one in sets])
     if not sets:
         base, sets = _of_first_run(sources, spec, args, words)
     from runner.tools import evaluate
@@ -61,6 +62,20 @@ def run(args: Namespace) -> int:
         raise Interrupted(signal.SIGINT, f"interrupted: {text}") from None
     evaluate.print_results(found, sets, evaluate.write_results(found, sets))
     return 0
+
+
+def _refuse_unused(words: Sequence[str], names: Sequence[str]) -> None:
+    """Raise UsageError for an option of `evaluation` that changes nothing; names: of the typed sets."""
+    answers = AnswersConfig.model_fields.keys()
+    for word in words:
+        group, _, option = word.lstrip("+").partition("=")[0].partition(".")
+        if group != "evaluation" or not option or option.split(".")[0] in ("sets", "batch_size"):
+            continue
+        if names and option in answers:
+            text = f"it is for a run's own rows; of a set type evaluation.sets.{names[0]}.{option}=…"
+            raise UsageError(f"run eval: {word} changes nothing: {text}")
+        if option not in answers:
+            raise UsageError(f"run eval: {word} changes nothing: it is an option of training; leave it out")
 
 
 def _run_suite(args: Namespace, texts: Sequence[str], typed: Mapping[str, str]) -> int:

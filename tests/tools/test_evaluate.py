@@ -119,6 +119,12 @@ def test_models_are_compared_and_run_report_and_run_diff_show_it(work: Path) -> 
     [
         (["latest", "latest"], "latest is listed twice"),
         (["latest", "optimizer.lr=1"], "run eval: optimizer.lr=1 is not an option of it; there are +evaluation=[…]"),
+        (["latest", "evaluation.every=1"], "evaluation.every=1 changes nothing: it is an option of training"),
+        (
+            ["latest", "+evaluation=[sort]", "evaluation.samples=4"],
+            "evaluation.samples=4 changes nothing: it is for a run's own rows; of a set type "
+            "evaluation.sets.sort.samples=…",
+        ),
         (["latest", "+evaluation=gsm"], "no evaluation named 'gsm'; did you mean 'gsm8k'?"),
         (["outputs/latest/export"], "no model is a run"),
         (["nowhere"], "nowhere: no such folder"),
