@@ -267,6 +267,10 @@ class FileSource:
             total.update(f"{file.name}:{content}\n".encode())
         return total.hexdigest()
 
+    def image_folders(self) -> list[str]:
+        """The folder of each file, which its relative paths of images begin at."""
+        return [str(file.parent.resolve()) for file in self.file_list.files]
+
     def rows(self, problems: Problems, most: int | None = None) -> Iterator[Row]:
         """The rows of every file, of each the first `most`."""
         for file in self.file_list.files:

@@ -41,6 +41,10 @@ class HubSource:
         parts = [files, self.name, len(self.table), self.table.column_names]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
+    def image_folders(self) -> list[str]:
+        """None: paths of its images are absolute, or begin at data.media_root."""
+        return []
+
     def rows(self, problems: Problems) -> Iterator[Row]:
         """Rows as plain values; the nulls that Arrow fills missing keys with are taken out.
 

@@ -68,6 +68,8 @@ class RowSource(Protocol):
 
     def digest(self, notes: Path | None = None) -> str: ...  # sha256 of the contents; notes: see `file_digest`
 
+    def image_folders(self) -> list[str]: ...  # where relative paths of images begin, of each file
+
     def rows(self, problems: Problems) -> Iterator[Row]: ...
 
 
@@ -130,16 +132,17 @@ class SourcePreparation:
         if reads_date(self.tokenizer):
             chat["date"] = self.chat.date or today()
         images = [reader.how, self.config.media_root] if (reader := images_of(self.tokenizer)) else []
-        return digest(
-            self._source_digest(source), tokenizer_digest(self.tokenizer), reading, options, chat, *side, *images
-        )
+        contents = (self._source_digest(source), tokenizer_digest(self.tokenizer))
+        return digest(*contents, reading, options, chat, *side, *images)
 
     def table(self, portion: DataSplit, key: str) -> tuple[TokenizedTable, Summary]:
         """The portion's table, from the cache where it is; what was found in the rows is said either way."""
         schema, fill = self._schema(portion.reading), partial(self._fill, portion)
         if self.config.cache:  # the libraries may change what a template or a tokenizer does without changing its text
             versions = (FORMAT, transformers.__version__, tokenizers.__version__)
-            folder = self.cache_dir / digest(key, *versions)[:32]
+            own_folders = images_of(self.tokenizer) and not self.config.media_root  # rows have absolute paths of images
+            images = portion.source.image_folders() if own_folders else []
+            folder = self.cache_dir / digest(key, *versions, *images)[:32]
             report_damage = partial(self.decide.record_fact, "data.cache", "made again")
             table, summary = load_or_build(folder, schema, fill, report_damage)
         else:
@@ -243,9 +246,8 @@ class SourcePreparation:
         ignored = f"not read: {', '.join(summary['ignored'])}"
         seen_by = {"prompts": "rewards", "questions": "environments"}.get(reading)
         if summary["ignored"] and seen_by:
-            self.decide(
-                "data.rename_columns", f"given to {seen_by}", ignored, f"{where}: some values have no JSON form"
-            )
+            why = f"{where}: some values have no JSON form"
+            self.decide("data.rename_columns", f"given to {seen_by}", ignored, why)
         elif summary["ignored"]:
             self.decide.record_fact(
                 "data.rename_columns", ignored, f"{where}: the format {summary['format']} does not use them"

@@ -276,6 +276,24 @@ def test_a_changed_image_is_tokenized_again(
     assert after.fingerprint != before.fingerprint
 
 
+@pytest.mark.parametrize("kind", ["sft", "pairs", "prompts"])
+def test_the_cache_of_equal_rows_in_another_folder_is_not_used(
+    kind: Any, reading: Any, pictures: dict[str, bytes], tmp_path: Path
+) -> None:
+    question = {"prompt": "<image>what", "images": ["0.png"]}
+    rest = {"sft": {"completion": "a"}, "pairs": {"chosen": "a", "rejected": "b"}, "prompts": {"answer": "a"}}
+    found = []
+    for folder, content in zip(("v1", "v2"), pictures.values(), strict=True):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "0.png").write_bytes(content)
+        (tmp_path / folder / "train.jsonl").write_text(json.dumps(question | rest[kind]) + "\n")
+        path = str(tmp_path / folder / "train.jsonl")
+        found.append(data(reading, tmp_path, path=path, eval_path=path, kind=kind))
+        tables = (*found[-1].tables, *found[-1].evaluation.tables)
+        assert {image.path for table in tables for image in table.images} == {str(tmp_path / folder / "0.png")}
+    assert found[0].fingerprint != found[1].fingerprint
+
+
 @pytest.mark.parametrize(("rule", "most"), [("truncate_left", 22), ("truncate_right", 22), ("skip", 40)])
 def test_truncation_goes_through_no_image(
     rule: str, most: int, reading: Any, pictures: dict[str, bytes], tmp_path: Path, jsonl: Any
