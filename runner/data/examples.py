@@ -290,9 +290,9 @@ def question_example(row: Row, chat: bool) -> AnswersExample:
 
 def count_common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
     """Number of leading messages that are the prompt: equal ones that an assistant turn follows."""
-    most = min(len(chosen), len(rejected)) - 1
+    most = max(min(len(chosen), len(rejected)) - 1, 0)
     cut = next((i for i in range(most) if chosen[i] != rejected[i]), most)
-    while cut and not chosen[cut]["role"] == rejected[cut]["role"] == "assistant":
+    while cut and not chosen[cut].get("role") == rejected[cut].get("role") == "assistant":
         cut -= 1
     return cut
 
@@ -304,7 +304,7 @@ def count_common_characters(chosen: str, rejected: str) -> int:
     """
     most = max(min(len(chosen.rstrip()), len(rejected.rstrip())) - 1, 0)
     cut = next((i for i in range(most) if chosen[i] != rejected[i]), most)
-    if chosen[cut].isalnum() or rejected[cut].isalnum():
+    if chosen[cut : cut + 1].isalnum() or rejected[cut : cut + 1].isalnum():
         cut = len(chosen[:cut]) - _count_trailing_alnum(chosen[:cut]) or cut
     return cut - 1 if cut and chosen[cut - 1] == " " else cut
 

@@ -178,10 +178,10 @@ class FormatCheck:
                 self.problems.add_fault(row.place, text)
                 return
             try:
-                row = place_images(self._convert(self.format, row), self.format.chat, self.media_root)
-                if not self.keep(self.format, row):
+                row = self._convert(self.format, row)
+                if not self.keep(self.format, row):  # by paths of images as they are written, in any folder
                     continue
-                row = self._select_columns(self.format, row)
+                row = self._select_columns(self.format, place_images(row, self.format.chat, self.media_root))
                 example = self._example(self.format, row)
             except RowError as fault:
                 said = f" (read as {self.format.conversion.name})" if self.format.conversion else ""

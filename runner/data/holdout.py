@@ -1,6 +1,7 @@
 """data.holdout: a fraction of the rows for evaluation, chosen by what they say.
 
-    key of a row    hash of its group (data.holdout_group), else of its prompt, else of all columns of its format
+    key of a row    hash of its group (data.holdout_group), else of its prompt and its images (the prompt of a pair
+                    without one is its common start), else of all columns of its format
     held out        of each source, the keys up to the quantile `fraction` of its distinct keys; in every source
 
 So the choice depends on no seed and no order, equal rows (all rows of one prompt, or of one group) are on one side also
@@ -14,11 +15,12 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runner.core.columns import column_value
 from runner.core.errors import DataError
-from runner.data.examples import RowError
+from runner.data.examples import RowError, count_common_characters, count_common_messages, is_messages
+from runner.data.images import COLUMNS as IMAGE_COLUMNS
 
 if TYPE_CHECKING:
     from runner.data.formats import Format
@@ -32,12 +34,24 @@ def row_key(form: Format, row: Row, group: str | None = None) -> int:
     if group is None:
         columns = ("prompt",) if "prompt" in form.columns else form.columns
         values = [row.value.get(name) for name in columns]
+        if columns == ("chosen", "rejected"):
+            values = [_common_start(*values)]
+        values += [row.value[name] for name in IMAGE_COLUMNS if row.value.get(name)]
     elif (value := column_value(row.value, group)) is None:
         raise RowError(f"no column {group}; data.holdout_group needs one in every row")
     else:
         values = [value]
     text = json.dumps(values, sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def _common_start(chosen: Any, rejected: Any) -> Any:
+    """The prompt of a pair that has no other; of a faulty row, both values."""
+    if is_messages(chosen) and is_messages(rejected):
+        return chosen[: count_common_messages(chosen, rejected)]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        return chosen[: count_common_characters(chosen, rejected)]
+    return [chosen, rejected]
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class SourcePreparation:
             return False
 
         problems = Problems(source.key, source.name)  # faults are raised by who reads the rows to the end
-        check = FormatCheck(problems, self.kind, self.config.rename_columns, note, self.config.media_root)
+        check = FormatCheck(problems, self.kind, self.config.rename_columns, note)
         for _ in check.examples(source.rows(problems)):
             pass
         return keys

@@ -34,7 +34,7 @@ from runner.interfaces.media import ImageReader, images_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 4  # raise it when the same rows give other tokens, so that no old cache is used
+VERSION = 5  # raise it when the same rows give other items or tokens, so that no old cache is used
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,6 +294,19 @@ def test_the_cache_of_equal_rows_in_another_folder_is_not_used(
     assert found[0].fingerprint != found[1].fingerprint
 
 
+def test_holdout_is_the_same_in_another_folder(reading: Any, pictures: dict[str, bytes], tmp_path: Path) -> None:
+    held_out = []
+    for folder in ("v1", "v2", "v3"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "0.png").write_bytes(pictures["a.png"])
+        rows = [{"prompt": f"<image>q{i}", "completion": "a", "images": ["0.png"]} for i in range(8)]
+        path = tmp_path / folder / "train.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found = data(reading, tmp_path, path=str(path), holdout=0.3)
+        held_out.append([question.item.ids for question in found.held_out_questions()])
+    assert held_out[0] == held_out[1] == held_out[2]
+
+
 @pytest.mark.parametrize(("rule", "most"), [("truncate_left", 22), ("truncate_right", 22), ("skip", 40)])
 def test_truncation_goes_through_no_image(
     rule: str, most: int, reading: Any, pictures: dict[str, bytes], tmp_path: Path, jsonl: Any
