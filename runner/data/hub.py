@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets  # type: ignore[import-untyped]
 
@@ -75,10 +76,12 @@ def load_split(
     files = fetch_modelscope(path, config.revision, key) if isinstance(config, ModelScopeConfig) else path
     revision = config.revision if isinstance(config, HubConfig) else None  # of a folder there is one
     try:
+        content = ""
         if streaming:
             builder = datasets.load_dataset_builder(files, config.subset, revision=revision)
-            return HubSource(f"{path}[{split}]", builder.as_streaming_dataset(split), key, builder.hash)
-        table = datasets.load_dataset(files, config.subset, split=split, revision=revision)
+            table, content = builder.as_streaming_dataset(split), builder.hash
+        else:
+            table = datasets.load_dataset(files, config.subset, split=split, revision=revision)
     except ConnectionError as error:
         raise EnvironmentProblem(
             f"{key}={path}: the hub cannot be reached, and the data set is not in the local cache ({error})\n"
@@ -91,7 +94,17 @@ def load_split(
             f"{type(error).__name__}: {error}\n"
             "  check data.path, data.subset, data.split and data.revision, or use data=file"
         ) from error
-    return HubSource(f"{path}[{split}]", table, key)
+    _keep_encoded(table.info.features)
+    return HubSource(f"{path}[{split}]", table, key, content)
+
+
+def _keep_encoded(feature: Any) -> None:
+    """Let `datasets` give images and other media as {bytes, path}, in any column or part of one."""
+    if hasattr(feature, "decode"):
+        feature.decode = False
+    for inner in feature.values() if isinstance(feature, dict) else [getattr(feature, "feature", None)]:
+        if inner is not None:
+            _keep_encoded(inner)
 
 
 def fetch_modelscope(path: str, revision: str | None, key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import datasets
 import pytest
+from PIL import Image
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem
@@ -132,6 +134,24 @@ def test_a_data_set_of_modelscope_is_read_from_its_download(
         config.model_copy(update={"streaming": True, "max_length": 99}), cache_dir=tmp_path / "cache", **options
     )
     assert stream.take(0, 3) == data.take(0, 3)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_images_of_features_stay_encoded(streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = io.BytesIO()
+    Image.new("RGB", (4, 4), "red").save(content, "PNG")
+    image, encoded = datasets.Image(), {"bytes": content.getvalue()}
+    parts = datasets.List({"type": datasets.Value("string"), "image": image})
+    features = {"image": image, "images": datasets.List(image), "parts": parts, "texts": [datasets.Value("string")]}
+    row = {"image": encoded, "images": [encoded] * 2, "parts": [{"type": "image", "image": encoded}], "texts": ["a"]}
+    table = datasets.Dataset.from_list([row], features=datasets.Features(features))
+    (tmp_path / "pictures").mkdir()
+    table.to_parquet(str(tmp_path / "pictures" / "train.parquet"))
+    stand_in(monkeypatch, tmp_path / "pictures")
+    monkeypatch.setattr("runner.data.hub.site_fault", lambda *given: None)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "work")
+    source = load_split(ModelScopeConfig(path="someone/pictures"), "someone/pictures", "train", streaming=streaming)
+    assert [found.value for found in source.rows(Problems("data.path", "x"))] == [row]
 
 
 def test_modelscope_out_of_reach_or_not_installed_says_what_to_type(
