@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.chat_template import OPENING, OTHER_TEMPLATE, PROBE, ChatTemplate, RenderError, calls_turn
 from runner.data.config import ChatConfig
-from runner.data.control_tokens import Placeholders, Segment, common_length
+from runner.data.control_tokens import Placeholders, Segment, common_length, merge_neighbors
 from runner.data.conversation import CALL_FORMS, Statement, find_missing, plain_messages, statements
 from runner.data.examples import Tools, image_parts
 from runner.data.images import insert_images
@@ -270,7 +270,8 @@ class Renderer:
                 rest = whole[len(row.text) :] if whole.startswith(row.text) else ""
             row.segments += self._between(rest or self._closing(chat, row.turn), follows_turn=True, answer=True)
             at = max(i for i, segment in enumerate(row.segments) if segment.is_trained and not segment.answer)
-            row.segments[at] = replace(row.segments[at], answer=True)
+            start = at - row.segments[at - 1].is_reasoning
+            row.segments[start : at + 1] = [replace(s, answer=True) for s in row.segments[start : at + 1]]
         return [row.segments for row in rows]
 
     def _share_end(self, row: _Row, prefix: str) -> None:
@@ -376,7 +377,7 @@ def _statements_between(chat: _Chat, start: int, stop: int) -> list[Statement]:
 
 
 def _exclude_reasoning(turn: Sequence[Segment], parts: Sequence[Statement]) -> list[Segment]:
-    """A turn of which the reasoning, and what opens it, is context."""
+    """A turn of which the reasoning, and what opens it, is not trained on."""
     body, *rest = turn
     ends = [
         body.text.find(one.text) + len(one.text) for one in parts if one.part == "reasoning" and one.text in body.text
@@ -385,16 +386,5 @@ def _exclude_reasoning(turn: Sequence[Segment], parts: Sequence[Statement]) -> l
     if ends:
         rest_text = rest_text.lstrip()  # a line break may be one token with what it follows
     cut = len(body.text) - len(rest_text)
-    return [Segment(body.text[:cut], is_trained=False), Segment(body.text[cut:], is_trained=True), *rest]
-
-
-def merge_neighbors(segments: Sequence[Segment]) -> list[Segment]:
-    """Merge neighbors of the same kind and leave out empty ones: the fewest borders."""
-    found: list[Segment] = []
-    for segment in segments:
-        if not segment.text:
-            continue
-        if found and not segment.literal and replace(found[-1], text="") == replace(segment, text=""):
-            segment = replace(segment, text=found.pop().text + segment.text)
-        found.append(segment)
-    return found
+    reasoning = Segment(body.text[:cut], is_trained=False, is_reasoning=True)
+    return [reasoning, Segment(body.text[cut:], is_trained=True), *rest]

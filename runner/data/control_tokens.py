@@ -31,7 +31,8 @@ class Segment:
     """A span of text.
 
     answer: of the row's last assistant turn, without the blanks that the template puts after it; literal: a
-    control token that a message holds as text; images: (media id, number of places) of each in the text.
+    control token that a message holds as text; images: (media id, number of places) of each in the text; is_reasoning:
+    of a turn that is trained on without it.
     """
 
     text: str
@@ -39,6 +40,19 @@ class Segment:
     answer: bool = False
     literal: bool = False
     images: tuple[tuple[int, int], ...] = ()
+    is_reasoning: bool = False
+
+
+def merge_neighbors(segments: Sequence[Segment]) -> list[Segment]:
+    """Merge neighbors of the same kind and leave out empty ones: the fewest borders."""
+    found: list[Segment] = []
+    for segment in segments:
+        if not segment.text:
+            continue
+        if found and not segment.literal and replace(found[-1], text="") == replace(segment, text=""):
+            segment = replace(segment, text=found.pop().text + segment.text)
+        found.append(segment)
+    return found
 
 
 @dataclass(slots=True)

@@ -294,7 +294,8 @@ def eval_question(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQue
     if not last:
         return EvalQuestion(whole)
     context = [*ids[: whole.branches[0]], *ids[whole.branches[-1] : first]] if whole.branches else ids[:first]
-    return _question(tokenizer, whole, context, ids[first:last])
+    start = first + record["loss_mask"][first:last].index(1)  # reasoning before it is not trained on, or compared
+    return replace(_question(tokenizer, whole, context, ids[start:last]), follows_reasoning=start > first)
 
 
 def eval_question_of_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
 from runner.core.media import MEDIA_ID
-from runner.data.chat import Renderer, TrainOn, UnopenedError, merge_neighbors
+from runner.data.chat import Renderer, TrainOn, UnopenedError
 from runner.data.chat_template import RenderError, RenderTimeout
 from runner.data.config import ChatConfig
-from runner.data.control_tokens import ControlTokens, Segment, common_length
+from runner.data.control_tokens import ControlTokens, Segment, common_length, merge_neighbors
 from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample, image_parts
 from runner.data.message_keys import Message, excluding_flags
 from runner.data.readers import Problems, SourceLocation
@@ -309,9 +309,9 @@ def _refuse_excluded(messages: Sequence[Message], train_on: TrainOn) -> None:
 
 
 def _trained_runs(row: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Half-open spans of the trained turns; blanks before the token that ends a turn belong to it."""
+    """Half-open spans of trained turns and their reasoning; blanks before a turn's end token belong to it."""
     found: list[tuple[int, int]] = []
-    for at in (at for at, segment in enumerate(row) if segment.is_trained):
+    for at in (at for at, segment in enumerate(row) if segment.is_trained or segment.is_reasoning):
         if found and not "".join(s.text for s in row[found[-1][1] : at]).strip():
             found[-1] = (found[-1][0], at + 1)
         else:
@@ -321,7 +321,7 @@ def _trained_runs(row: Sequence[Segment]) -> list[tuple[int, int]]:
 
 def _context(row: Sequence[Segment], stop: int) -> list[Segment]:
     """The first `stop` segments as generation sees them: as one text."""
-    return merge_neighbors([replace(s, is_trained=False, answer=False) for s in row[:stop]])
+    return merge_neighbors([replace(s, is_trained=False, answer=False, is_reasoning=False) for s in row[:stop]])
 
 
 def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int | None]:

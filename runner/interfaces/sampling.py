@@ -74,6 +74,7 @@ class EvalQuestion:
     `prompt_ids` is empty for plain text, of which only the loss can be measured. messages, columns: as of a `Prompt`,
     where the row has them; for an environment. answer_ids: empty where the answer follows the prompt in the item. key:
     digest of a prompt's row, the same under every tokenizer and chat template; empty for other kinds of rows.
+    follows_reasoning: whether the completion has any reasoning before the answer, which begins with the end of it.
     """
 
     item: TokenizedExample
@@ -84,6 +85,7 @@ class EvalQuestion:
     columns: Mapping[str, Any] = field(default_factory=dict)
     answer_ids: tuple[int, ...] = ()
     key: str = ""
+    follows_reasoning: bool = False
 
 
 class Data(Protocol):

@@ -179,6 +179,8 @@ def _score_record(question: EvalQuestion, sample: RolloutSample, comparable: boo
 def _is_exact(question: EvalQuestion, sample: RolloutSample) -> bool:
     """Whether it is the expected completion; reasoning is compared only where that one has some."""
     thought, end, expected = question.answer.rpartition(END_THINK)
+    if question.follows_reasoning and not end:  # which ends with other marks
+        return sample.text.strip().endswith(question.answer.strip())
     if thought.strip().removeprefix(THINK).strip():  # a chat template also writes empty reasoning
         return sample.text.strip() == question.answer.strip()
     if end and THINK not in thought and END_THINK not in sample.text:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from runner.algorithm.rollouts import RolloutSample
+from runner.core.completion_text import completion_text
 from runner.core.errors import DataError
 from runner.data import jinja_sandbox
 from runner.data.chat import Renderer
 from runner.data.chat_template import RenderError, load_template
 from runner.data.config import ChatConfig
 from runner.data.conversation import plain_messages, statements
+from runner.data.items import eval_question
 from runner.data.jinja_sandbox import TemplateTimeout, render
+from runner.trainer.answer_evaluator import _is_exact
 from tests.data.chat_families import (
     BEGIN,
     END,
@@ -198,6 +203,14 @@ def test_answers_are_trained_on_without_their_reasoning(name: str) -> None:
         [trained], [usual] = spans(tokenizer, row.ids, row.loss_mask), spans(tokenizer, whole.ids, whole.loss_mask)
         assert answer in trained and usual.endswith(trained)
         assert "deep thought" not in trained and "other idea" not in trained
+        question = eval_question(row.record(), tokenizer)
+        assert question.prompt == eval_question(whole.record(), tokenizer).prompt
+        said = SimpleNamespace(
+            text=completion_text(tokenizer, whole.ids[slice(*whole.answer)]).replace("deep", "x").replace("other", "x")
+        )
+        assert question.follows_reasoning and _is_exact(question, cast(RolloutSample, said))
+        said.text = said.text.replace(answer, f"no {answer}")
+        assert not _is_exact(question, cast(RolloutSample, said))
 
 
 def test_a_short_text_is_not_found_in_another_ones_place() -> None:
