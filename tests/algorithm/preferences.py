@@ -28,6 +28,7 @@ class Given:
     """Items in the order of a list, over and over."""
 
     fingerprint = "x"
+    longest = 99
 
     def __init__(self, items: Sequence[Any]) -> None:
         self.items = items

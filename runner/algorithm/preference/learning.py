@@ -17,7 +17,8 @@ KTO (2402.01306): z, the estimate of KL(policy ‖ reference), is the mean log-r
 an answer is put before the next answer of the same mini-batch, as TRL does, and z holds for the whole mini-batch over
 all ranks. It is made just before the update, without gradient or dropout and with the weights that the update starts
 from: those that the loss is computed with. Departures: the paper and TRL take the micro-batch of one device, here z
-does not depend on how the batch is cut; where two neighbors have the same prompt, their mismatch is none, as in TRL.
+does not depend on how the batch is cut; where two neighbors have the same prompt, their mismatch is none, as in TRL. A
+mismatched row above the data's longest row loses the end of its completion (TRL: above max_length).
 
 A reward model's score is read at the last token of an answer, its end token. Sources: 2203.02155 (InstructGPT), the
 margin 2307.09288 (Llama 2), center_rewards_coef 2312.09244. Departure: InstructGPT weighs all pairs of one prompt
@@ -43,6 +44,7 @@ from runner.algorithm.sft import PackedAlgorithm
 from runner.core.batch import Batch, flatten_rows, row_sum, unread_batch, with_totals
 from runner.core.metrics import Metrics
 from runner.interfaces import LOGPROBS, LabeledCompletion, Loss, Model, Outputs, PreferencePair, Role, TokenizedAnswers
+from runner.interfaces.examples import Numbers
 from runner.interfaces.learning import AlgorithmInputs
 from runner.interfaces.losses import PreferenceLosses
 
@@ -238,7 +240,9 @@ class Kto(PackedAlgorithm):
         most = self.config.mini_batches
         parts = np.split(np.arange(len(rows)), [len(rows) * i // most for i in range(1, most)])
         return [
-            KtoMiniBatch(pack_labeled(rows, part), pack_mismatched(rows, part) if part[1:].size else None)
+            KtoMiniBatch(
+                pack_labeled(rows, part), pack_mismatched(rows, part, self.data.longest) if part[1:].size else None
+            )
             for part in parts
             if part.size
         ]
@@ -275,9 +279,18 @@ def pack_labeled(rows: TokenizedAnswers, units: NDArray[np.int64]) -> Batch:
     return replace(batch, rows={**batch.rows, "good": good})
 
 
-def pack_mismatched(rows: TokenizedAnswers, units: NDArray[np.int64]) -> Batch:
-    """The prompt of each unit with the next one's completion, of the last one with the first one's."""
-    return pack_answers(rows, np.stack([units, np.roll(units, -1)], 1), share=False)
+def pack_mismatched(rows: TokenizedAnswers, units: NDArray[np.int64], most: int) -> Batch:
+    """The prompt of each unit with the next one's completion, of the last one with the first one's.
+
+    The end of a completion is cut where both have more than `most` tokens.
+    """
+    others, sizes = np.roll(units, -1), rows.sizes.copy()
+    sizes[others, 1] = np.minimum(sizes[others, 1], most - sizes[units, 0])
+
+    def read(places: NDArray[np.int64]) -> Sequence[Numbers]:
+        return [ids[:size] for ids, size in zip(rows.read(places), sizes[tuple(places.T)], strict=True)]
+
+    return pack_answers(replace(rows, sizes=sizes, read=read), np.stack([units, others], 1), share=False)
 
 
 def build_dpo(config: DpoConfig, parts: AlgorithmInputs) -> Dpo:

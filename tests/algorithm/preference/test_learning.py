@@ -372,9 +372,19 @@ def test_pairs_that_are_read_later_are_the_trees_of_pairs(pairs: list[Preference
 
 def test_mismatched_answers() -> None:
     items = [LabeledCompletion((n,), (10 + n,), True) for n in range(3)]
-    batch = pack_mismatched(TokenizedAnswers.of(items), np.arange(3))
+    batch = pack_mismatched(TokenizedAnswers.of(items), np.arange(3), most=2)
     assert batch.tokens["ids"].tolist() == [0, 11, 1, 12, 2, 10]
     assert batch.tokens["weight"].tolist() == [0, 1] * 3
+
+
+def test_a_mismatched_row_is_no_longer_than_the_longest_row() -> None:
+    algorithm = kto([LabeledCompletion((1, 2, 3), (4,), True), LabeledCompletion((5,), (6, 7, 8), False)])
+    algorithm.data.longest = 4
+    [part] = algorithm.collect(0)
+    assert part.batch.tokens["ids"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert part.mismatched.tokens["ids"].tolist() == [1, 2, 3, 6, 5, 4]
+    assert part.mismatched.tokens["weight"].tolist() == [0, 0, 0, 1, 0, 1]
+    assert part.mismatched.rows["lengths"].tolist() == [4, 2]
 
 
 def test_a_few_steps_of_kto_tell_good_from_bad() -> None:
