@@ -44,13 +44,15 @@ class Segment:
 
 
 def merge_neighbors(segments: Sequence[Segment]) -> list[Segment]:
-    """Merge neighbors of the same kind and leave out empty ones: the fewest borders."""
+    """Merge neighbors of the same kind, with their images, and leave out empty ones: the fewest borders."""
     found: list[Segment] = []
     for segment in segments:
         if not segment.text:
             continue
-        if found and not segment.literal and replace(found[-1], text="") == replace(segment, text=""):
-            segment = replace(segment, text=found.pop().text + segment.text)
+        last = found[-1] if found else None
+        if last and not segment.literal and replace(last, text="", images=()) == replace(segment, text="", images=()):
+            segment = replace(segment, text=last.text + segment.text, images=last.images + segment.images)
+            found.pop()
         found.append(segment)
     return found
 

@@ -190,7 +190,9 @@ class ExampleTokenizer:
         for one in rows[:-1]:
             start, _ = _trained_runs(one)[-1]
             one[start:] = [replace(s, answer=True) for s in one[start:]]
-        return [(one, [self._control.ids_of([s], begins_row=not at) for at, s in enumerate(one)]) for one in rows]
+        plain = [[replace(s, images=()) for s in one] for one in rows]  # `_assemble` fills in the ids of images
+        made = [[self._control.ids_of([s], begins_row=not at) for at, s in enumerate(one)] for one in plain]
+        return list(zip(rows, made, strict=True))
 
     def _ids_of_row(self, row: Sequence[Segment]) -> list[int]:
         return self._control.ids_of(row, begins_row=True)

@@ -9,17 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from runner.core.auto_choices import Decisions
+from runner.core.media import MEDIA_ID
 from runner.data.chat import Renderer
 from runner.data.chat_template import install_template
 from runner.data.config import ChatConfig
 from runner.data.examples import Message
+from runner.model import hf
+from runner.model.config import HfConfig
 from tests.data.chat_families import FAMILIES, KINDS, Family, contexts, encode_chat, family_tokenizer, trl_template
-from tests.data.conftest import byte_tokenizer, chat
+from tests.data.conftest import CHATML, byte_tokenizer, chat
+from tests.model.vision_zoo import PLACES, PROCESSORS, write_folder
 
 NEWLINES = [("Ċ", "Ċ"), ("ĊĊ", "ĊĊ"), (".", "Ċ"), (".", "ĊĊ"), (">", "Ċ"), (">", "ĊĊ")]
 WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\p{L}+|\p{N}|\s*[\r\n]+|\s+"  # line breaks join as they do for Qwen and Llama
@@ -60,6 +65,28 @@ def check_contexts(tokenizer: Any, options: ChatConfig | None = None) -> int:
 def test_every_context_has_the_ids_of_the_templates_rendering(family: Family) -> None:
     tokenizer = family_tokenizer(family.template(), family.bos, family.eos, joining_tokenizer())
     assert check_contexts(tokenizer, family.options)
+
+
+def test_every_context_after_images_has_the_ids_of_the_templates_rendering(tmp_path: Path) -> None:
+    config, tokenizer = HfConfig(path=str(write_folder("qwen2_5_vl", tmp_path / "model"))), joining_tokenizer()
+    added, names, *_ = PROCESSORS["qwen2_5_vl"]
+    tokens = [added.get(i, f"<|unused{i}|>") for i in range(len(tokenizer), 310)]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens}, replace_extra_special_tokens=False)
+    tokenizer._set_model_specific_special_tokens(names)
+    parts = f"{{% for p in m.content %}}{{{{ p.text or '{PLACES['qwen2_5_vl']}' }}}}{{% endfor %}}"
+    content = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{parts}{{% endif %}}"
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", content)
+    tokenizer.image_reader = hf.image_reader(config, tokenizer)
+    messages: list[Any] = chat("", "\n\nA.\n", "", "\nB", "C", "D")
+    for at, color in ((0, "red"), (2, "blue")):
+        Image.new("RGB", (16, 16), color).save(tmp_path / f"{color}.png")
+        image = {"type": "image", "image": str(tmp_path / f"{color}.png")}
+        messages[at]["content"] = [image, {"type": "text", "text": "Q.\n"}]
+    rows, renderer = encode_chat(tokenizer, messages), Renderer(tokenizer)
+    assert not isinstance(rows, str)
+    for turn, found in zip((1, 3, 5), (ids for row in rows for ids in contexts(row)), strict=True):
+        expected = renderer.control.ids_of(renderer.render_prompt(messages[:turn]), begins_row=True)
+        assert found == expected and any(one >= MEDIA_ID for one in found)
 
 
 class _RanksConverter(TikTokenConverter):
