@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -175,7 +176,7 @@ def _evaluate_set(
         return ShorteningSampler(sampler)
 
     def score(items: Sequence[TokenizedExample]) -> list[list[float]]:
-        return [[token.logprob for token in engine.score(item.ids, 0)] for item in items]
+        return [_item_logprobs(item, engine) for item in items]
 
     environments = EnvironmentBuilder(loaded.tokenizer, decide, journal.path.parent)
     parts = (rewards.build, environments, None, None, score, make_sampler)
@@ -196,6 +197,14 @@ def _evaluate_set(
     scores = question_scores(report.samples, len(evaluator.questions))
     keys = unique_keys([question.key for question in evaluator.questions])
     return SetResult(values, dict(zip(keys, scores, strict=True)), report.samples)
+
+
+def _item_logprobs(item: TokenizedExample, engine: Any) -> list[float]:
+    """See `ScoreItems`; each branch is scored after the beginning that it shares with the others."""
+    first, *_ = edges = [*(item.branches or (0,)), len(item.ids)]
+    rows = [item.ids[:first] + item.ids[a:b] for a, b in pairwise(edges)]
+    scores = [[token.logprob for token in engine.score(row, 0)] for row in rows]
+    return sum((row[first - 1 :] for row in scores[1:]), scores[0])
 
 
 def unique_keys(keys: Sequence[str]) -> list[str]:

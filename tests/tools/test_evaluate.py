@@ -7,6 +7,7 @@ import re
 import shutil
 import statistics
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from runner.core.errors import DataError, SpecError
 from runner.inference.answer_journal import AnswerJournal, JournaledSampler
 from runner.inference.model_source import ModelSource, resolve_model_path
 from runner.inference.torch_engine import TorchEngine
-from runner.interfaces import Request, Rollout
+from runner.interfaces import Request, Rollout, TokenizedExample
 from runner.spec.evaluation import EvaluationConfig
 from runner.spec.registry import default_registry
 from runner.tools.evaluate import (
+    _item_logprobs,
     _tensors,
     append_evaluation,
     paired_difference,
@@ -34,10 +36,12 @@ from runner.tools.evaluate import (
     unique_keys,
 )
 from runner.trainer.evaluation_metrics import t_quantile
+from runner.trainer.evaluator import question_loss, score_items
+from runner.trainer.reference_model import FrozenModel
 from runner.weight_sync.weight_checksum import weights_digest
 from tests import command
 from tests.inference.scripted import serve
-from tests.model.zoo import causal
+from tests.model.zoo import CPU, causal, rows
 from tests.small import TINY
 
 
@@ -60,6 +64,21 @@ def test_a_runs_own_held_out_rows_have_the_numbers_of_training(work: Path) -> No
     last = json.loads((work / "outputs/latest/metrics.jsonl").read_text().splitlines()[-1])
     [values] = results(work)["sets"]["held_out"]["values"].values()
     assert values["exact_match"] == last["eval/exact_match"] and "8 new completions, 0 cached" in out
+
+
+def test_rows_with_branches_have_the_loss_of_training() -> None:
+    """A branch follows the beginning that it shares, not the branch before it."""
+    model, (start, first, second, third) = causal("qwen2"), rows((5, 3, 4, 2))
+    ids = (*start, *first, *second, *third)
+    items = [
+        TokenizedExample(ids, (*[0.0] * 5, *[1.0] * 9), branches=(5, 8, 12)),
+        TokenizedExample(ids, (0.0, *[1.0] * 13)),
+    ]
+    trained = question_loss(items, partial(score_items, FrozenModel(model, 10**6, CPU)), 2)
+    engine = TorchEngine(model, decide=Decisions())
+    found = question_loss(items, lambda part: [_item_logprobs(item, engine) for item in part], 2)
+    engine.close()
+    assert found == pytest.approx(trained, rel=1e-5) and "loss_ci_low" in found
 
 
 def test_a_run_that_held_nothing_out_is_told_to_name_sets() -> None:
