@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
 from typing import Any, Generic
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from runner.core.media import MEDIA_ID
 from runner.interfaces.model import (
     Arrivals,
     CachedDecoder,
@@ -28,6 +28,7 @@ from runner.interfaces.model import (
 )
 from runner.interfaces.routing import ExpertRouting
 from runner.model.batch_layout import max_row_length
+from runner.model.capability_probe import head_objection
 from runner.model.kv_cache import MakeDecoder
 
 
@@ -157,15 +158,23 @@ class CompletionGenerator:
     def prompt_logits(self, ids: Sequence[int], chunk: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (index, logits [n, V]) after each id of one row, `chunk` ids at a time; index: of the first.
 
-        A row with images is computed at once.
+        The row is computed in one pass: not every model can continue its cache by several ids. Logits are made of the
+        hidden states chunk by chunk, or all at once where the model changes them.
         """
-        cache: Any = None
-        chunk = len(ids) if max(ids, default=0) >= MEDIA_ID else chunk
+        if not ids:
+            return
+        row = {"input_ids": torch.tensor([ids], device=self._causal.device), "use_cache": False}
+        if self._has_plain_head:
+            head, states = self._causal.get_output_embeddings(), self._causal.base_model(**row).last_hidden_state[0]
+        else:
+            head, states = nn.Identity(), self._causal(**row).logits[0]
         for first in range(0, len(ids), chunk):
-            part = torch.tensor([ids[first : first + chunk]], device=self._causal.device)
-            out = self._causal(input_ids=part, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            yield first, out.logits[0]
+            yield first, head(states[first : first + chunk])
+
+    @cached_property
+    def _has_plain_head(self) -> bool:
+        """Whether logits are the LM head of hidden states; in `generation_mode`."""
+        return head_objection(self._causal, self._causal.device) is None
 
     def make_decoder(self, rows: int) -> CachedDecoder:
         """An empty cache for at most so many rows, to be used in `generation_mode`."""

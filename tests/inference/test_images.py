@@ -162,6 +162,19 @@ def expected_loss(folder: Path, picture: Path, answer: str) -> float:
     return -float(logprobs[torch.tensor(trained)].detach().mean())
 
 
+def test_a_text_is_scored_alike_after_a_row_with_an_image(
+    folder: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers keeps the rotary shift of the last image, and adds it to positions behind a cache."""
+    monkeypatch.setattr("runner.inference.torch_engine.SCORE_TOKENS", 4)
+    loaded = load_source(parse_source(str(folder)), device="cpu")
+    engine, text = TorchEngine(loaded.model, decide=Decisions()), [*range(1, 20)]
+    before = engine.score(text, 0)
+    image, made = loaded.tokenizer.image_reader.add(pictures[0].read_bytes(), several=False)
+    engine.score([3, *[image.id] * made.count, 4], 0)
+    assert engine.score(text, 0) == before
+
+
 def test_images_that_no_request_needs_are_forgotten(
     folder: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
@@ -21,9 +22,12 @@ from runner.inference.torch_engine import TorchEngine
 from runner.interfaces import Request
 from runner.model import decoder_choice
 from runner.model.causal_lm import CausalLM
+from runner.model.config import TinyConfig
+from runner.model.tiny import byte_tokenizer
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler
-from tests.model.zoo import batch, causal, gradients, greedy, relative, rows
+from tests.model.test_families import FAMILIES, TINY
+from tests.model.zoo import ZOO, batch, causal, gradients, greedy, relative, rows
 
 ADAPTERS = {"first": "default", "other": "second"}
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
@@ -108,9 +112,17 @@ def test_sampled_tokens_and_logprobs_are_those_of_the_sampler() -> None:
         assert [e.raw_logprob for e in found[str(at)]] == pytest.approx(rollout.raw_logprobs, abs=1e-5)
 
 
-def test_scores_are_the_log_softmax_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_family(family: str) -> CausalLM:
+    """A model whose cache cannot be continued by several ids, if it has one."""
+    torch.manual_seed(0)
+    plain: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **TINY | FAMILIES[family]))
+    return CausalLM(plain.eval(), byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions())
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3", "jamba", "mamba"])
+def test_scores_are_the_log_softmax_of_one_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.inference.torch_engine.SCORE_TOKENS", 4)
-    model, [row] = causal("gemma2"), rows((19,))
+    model, [row] = causal(kind) if kind in ZOO else of_family(kind), rows((19,))
     with torch.no_grad(), model._generation_mode():
         wanted = model.causal(input_ids=torch.tensor([row])).logits[0, :-1].log_softmax(-1)
     made = engine(model)
