@@ -164,9 +164,25 @@ def _model_factory(
             raise SpecError([Problem(*spec.algorithm.suggest_instead(head, str(error)))]) from error
         if head != "scalar" and tokenizer.chat_template:
             _stop_at_turn_ends(model.inner, tokenizer, spec.chat, decide)
-        return build_component(spec.adapter, model, decide=decide)
+        model = build_component(spec.adapter, model, decide=decide)
+        if trains and head != "scalar" and "adapter" in spec.sampler.weights_to_send():
+            _check_sent_adapter(spec, model)  # here, where it is known what was adapted, and no engine has started
+        return model
 
     return make
+
+
+def _check_sent_adapter(spec: JobSpec, model: Any) -> None:
+    """Raise SpecError for an adapter that vLLM cannot use without its base: of experts, or one that was loaded."""
+    config = model.module.peft_config[model.module.active_adapter]
+    remedy = f"type sampler.weight_sync={'reload' if spec.sampler.served else 'merged'}"
+    if names := config.target_parameters:
+        text = f"vLLM ignores an adapter on experts and routers ({', '.join(sorted(names))}) without an error"
+        raise SpecError([Problem("sampler.weight_sync", f"{text}; {remedy}, or adapter.targets=[q_proj,v_proj]")])
+    for option in ("modules_to_save", "use_dora"):
+        if getattr(config, option):
+            text = f"vLLM does not support {option} of {model.weights_source.adapter}; {remedy}"
+            raise SpecError([Problem("sampler.weight_sync", text)])
 
 
 def _stop_at_turn_ends(inner: Any, tokenizer: Any, chat: ChatConfig, decide: Decisions) -> None:

@@ -25,6 +25,8 @@ def _adapter_problems(job: Any, instead: str) -> Iterator[tuple[str, str]]:
         yield "sampler.weight_sync", f"adapter=none has no adapter to send; {remedy}"
     elif job.adapter.needs_whole_layers:
         yield "sampler.weight_sync", f"vLLM does not support DoRA; {remedy}"
+    elif getattr(job.adapter, "modules_to_save", ()):
+        yield "sampler.weight_sync", f"vLLM does not support adapter.modules_to_save; {remedy}, or leave it out"
 
 
 class VllmSamplerConfig(SamplingConfig):

@@ -14,8 +14,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from runner.adapter.config import LoraConfig
+from runner.adapter.lora import attach
 from runner.build import components
 from runner.build.components import (
+    build_blank_model,
     build_device,
     build_model,
     build_tokenizer,
@@ -176,6 +179,29 @@ def test_a_critic_that_the_model_cannot_share_is_refused_with_the_way_out(workdi
     wanted = r"algorithm\.critic: .* exposes its backbone: Llama4ForCausalLM does not; type algorithm\.critic=separate"
     with pytest.raises(SpecError, match=wanted):
         build_model(spec, made.tokenizer, build_device(spec, decide), decide, spec.algorithm.trained_models()["policy"])
+
+
+@pytest.mark.parametrize(
+    ("sampler", "remedy"), [(("vllm",), "merged"), (("server", "sampler.url=http://localhost:1"), "reload")]
+)
+def test_an_adapter_of_experts_is_not_sent_alone(sampler: tuple[str, ...], remedy: str) -> None:
+    """vLLM ignores it without an error: completions would be those of the base."""
+    name, *more = sampler
+    words = ["+recipe=grpo_demo", "model=tiny_moe", "init_from=null", f"sampler={name}", *more, "adapter=lora"]
+    sync, tokenizer = "sampler.weight_sync=adapter", byte_tokenizer(512)
+    with pytest.raises(SpecError, match=rf"experts.*without an error; type sampler\.weight_sync={remedy}"):
+        build_blank_model(compose_job([*words, sync]).spec, tokenizer, Decisions())
+    for fine in ([f"sampler.weight_sync={remedy}"], [sync, "adapter.targets=[q_proj,v_proj]"]):
+        build_blank_model(compose_job([*words, *fine]).spec, tokenizer, Decisions())
+
+
+def test_a_loaded_adapter_that_vllm_does_not_support_is_not_sent_alone(tmp_path: Path) -> None:
+    attach(LoraConfig(dora=True), causal("qwen3"), decide=Decisions()).module.save_pretrained(tmp_path / "adapter")
+    causal("qwen3").save(tmp_path / "base")
+    own = ["model=hf", f"model.path={tmp_path / 'adapter'}", f"model.base={tmp_path / 'base'}", "init_from=null"]
+    words = ["+recipe=grpo_demo", *own, "adapter=lora", "sampler=vllm", "sampler.weight_sync=adapter"]
+    with pytest.raises(SpecError, match=r"does not support use_dora of .*adapter; type sampler\.weight_sync=merged"):
+        build_blank_model(compose_job(words).spec, byte_tokenizer(512), Decisions())
 
 
 def test_who_samples_ahead_does_so_on_the_ranks_own_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,11 @@ def test_there_is_room_for_an_adapter(rank: int, room: int) -> None:
             "sampler.weight_sync",
             "not support DoRA",
         ),
+        (
+            ("sampler.weight_sync=adapter", "adapter=lora", "adapter.modules_to_save=[lm_head]"),
+            "sampler.weight_sync",
+            "not support adapter.modules_to_save; type sampler.weight_sync=merged",
+        ),
         (("sampler.enforce_eager=false",), "sampler.enforce_eager", "no CUDA graphs"),
         (("sampler.max_model_len=20", "data.max_length=64"), "sampler.max_model_len", "need"),
         (("sampler.temperature=0.001",), "sampler.temperature", "vLLM supports 0.01 to 2"),
