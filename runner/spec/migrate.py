@@ -135,7 +135,10 @@ class MigrationTable:
                     name, _, text = word.partition("=")
                     made.setdefault(name, text.replace("{}", format_value(value)))
         algorithm = made.get("algorithm", job.chosen.get("algorithm", ""))
-        return Job({**job.chosen, "algorithm": algorithm}, {**job.data, **made}, job.typed)
+        data = {**job.data, **made}
+        if "steps" not in made or data.get("epochs") is not None:  # not the number of steps that the user's job has
+            data.pop("steps", None)
+        return Job({**job.chosen, "algorithm": algorithm}, data, job.typed)
 
     def _fill_word(self, word: str, value: Any, job: Job, formulas: list[str]) -> str:
         """A word of a rule with its values; of those that cannot be computed the formula goes to `formulas`."""
