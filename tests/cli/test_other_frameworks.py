@@ -44,6 +44,12 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         ("trl sft --num_train_epochs 3 --warmup_ratio 0.1", ["epochs=3\n", "warmup_steps=N, N = 0.1 × steps (of all"]),
         ("sft --max_steps -1 --warmup_ratio 0.1", ["max_steps: leave it out\n", "warmup_steps=N, N = 0.1 × steps (of"]),
         ("sft --max_steps 500 --warmup_ratio 0.1", ["type steps=500\n", "type schedule.warmup_steps=50 (of all steps"]),
+        (
+            "swift rlhf --rlhf_type gkd --beta 0.5",
+            ["algorithm=opd (reverse KL", "--beta: GKD's mixture of divergences is"],
+        ),
+        ("algorithm=opd --beta 1.0", ["--beta: leave it out: opd is the reverse KL"]),
+        ("algorithm=distill --beta 0", ["--beta: type algorithm.divergence=forward_kl\n"]),
         ("sft", ["no verb named 'sft'; type run algorithm=sft"]),
         ("llamafactory-cli train x.yaml", ["type run +recipe=x.yaml"]),
         ("swift infer", ["run infer latest"]),
