@@ -65,10 +65,13 @@ def _cases(rule: Rule, value: str, algorithms: str = "") -> Iterator[tuple[str, 
         for names, inner in rule["by"].items():
             yield from _cases(inner, value, names)
     else:
+        for settings, inner in rule.get("with", {}).items():
+            for names, shown, one in _cases(inner, value, algorithms):
+                yield names, f"{shown}, with `{settings.split()[0]}`", one
         for name, inner in rule.get("values", {}).items():
-            yield algorithms, format_value(name).replace(" ", ", "), inner
+            yield from _cases(inner, format_value(name).replace(" ", ", "), algorithms)
         if rule.keys() & {"to", "say"}:
-            other = {name: inner for name, inner in rule.items() if name != "values"}
+            other = {name: inner for name, inner in rule.items() if name not in ("values", "with")}
             yield algorithms, "others" if "values" in rule and "to" not in rule else value, other
 
 

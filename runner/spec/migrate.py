@@ -18,7 +18,7 @@ import yaml
 
 from runner.core.package import read_table
 from runner.core.untrusted_text import NotArithmetic, evaluate
-from runner.spec.suggest import Job, Options
+from runner.spec.suggest import NO_JOB, Job, Options
 
 PATH = Path(__file__).with_name("migrate.yaml")
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -97,7 +97,7 @@ class MigrationTable:
         entry = self.older_entry(key)
         if entry is None:
             return None
-        to, sentence = _parts(_matching_rules(entry.rule, value, "")[0][1])
+        to, sentence = _parts(_matching_rules(entry.rule, value, NO_JOB)[0][1])
         if sentence.startswith(RENAMED):
             to = f"{sentence.removeprefix(RENAMED)}={{}}"
         elif sentence and not to and not sentence.startswith(LEAVE_OUT):  # no successor for this value
@@ -106,7 +106,7 @@ class MigrationTable:
         for word in _split(to):
             name, _, text = word.partition("=")
             as_it_is = text == "{}" or value is None
-            filled = "" if as_it_is else self._fill_word(word, value, Job({}, {}, {}), [])
+            filled = "" if as_it_is else self._fill_word(word, value, NO_JOB, [])
             found[name] = value if as_it_is else yaml.safe_load(filled.partition("=")[2])
         return found
 
@@ -117,7 +117,7 @@ class MigrationTable:
     def answers(self, entry: Entry, value: Any, job: Job) -> list[Answer]:
         """What to say to an entry typed with a value (None = no value): one answer, or one for each algorithm."""
         found = []
-        for algorithms, rule in _matching_rules(entry.rule, value, job.chosen.get("algorithm", "")):
+        for algorithms, rule in _matching_rules(entry.rule, value, job):
             to, sentence = _parts(rule)
             formulas: list[str] = []
             words = tuple(self._fill_word(word, value, job, formulas) for word in _split(to))
@@ -129,7 +129,7 @@ class MigrationTable:
         made = dict[str, str]()
         for key, value in job.typed.items():
             entry = self.find(key)
-            picked = _matching_rules(entry.rule, value, job.chosen.get("algorithm", "")) if entry else []
+            picked = _matching_rules(entry.rule, value, job) if entry else []
             for word in _split(_parts(picked[0][1])[0]) if len(picked) == 1 else ():
                 if not BRACES.search(word.replace("{}", "")):
                     name, _, text = word.partition("=")
@@ -261,24 +261,32 @@ def _spellings(names: str) -> list[str]:
     return names.split() if all(name.startswith("-") for name in names.split()) else [names]
 
 
-def _matching_rules(rule: Rule, value: Any, algorithm: str) -> list[tuple[str, Rule]]:
-    """The rules that hold for a value and an algorithm, each with the algorithms it is for."""
+def _matching_rules(rule: Rule, value: Any, job: Job) -> list[tuple[str, Rule]]:
+    """The rules that hold for a value in a job, each with the algorithms it is for."""
     if isinstance(rule, str):
         return [("", rule)]
     if "by" in rule:
-        own = [inner for names, inner in rule["by"].items() if algorithm in names.split()]
+        own = [inner for names, inner in rule["by"].items() if job.chosen.get("algorithm", "") in names.split()]
         if own:
-            return _matching_rules(own[0], value, algorithm)
-        return [
-            (names, one) for names, inner in rule["by"].items() for _, one in _matching_rules(inner, value, algorithm)
-        ]
+            return _matching_rules(own[0], value, job)
+        return [(names, one) for names, inner in rule["by"].items() for _, one in _matching_rules(inner, value, job)]
+    for settings, inner in rule.get("with", {}).items():
+        if any(_has_setting(job, setting) for setting in settings.split()):
+            return _matching_rules(inner, value, job)
     values = {name: inner for names, inner in rule.get("values", {}).items() for name in format_value(names).split()}
     for item in value if isinstance(value, list) else [value]:
         if item is not None and format_value(item).lower() in values:
-            return _matching_rules(values[format_value(item).lower()], value, algorithm)
+            return _matching_rules(values[format_value(item).lower()], value, job)
     if values and not rule.keys() & {"to", "say"}:
         return [("", {"say": "; ".join(f"{name} → {inner}" for name, inner in values.items())})]
     return [("", rule)]
+
+
+def _has_setting(job: Job, setting: str) -> bool:
+    """Whether a job has key=value, or any value of a key, among the keys that were typed and our options."""
+    key, equals, wanted = setting.partition("=")
+    found = job.typed.get(key, job.data.get(key))
+    return found is not None and (not equals or format_value(found).lower() == wanted)
 
 
 def _parts(rule: Rule) -> tuple[str, str]:

@@ -50,6 +50,26 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         ),
         ("algorithm=opd --beta 1.0", ["--beta: leave it out: opd is the reverse KL"]),
         ("algorithm=distill --beta 0", ["--beta: type algorithm.divergence=forward_kl\n"]),
+        (
+            "algorithm=grpo algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.001 use_kl_loss=False "
+            "kl_loss_coef=0.01 kl_loss_type=mse",
+            [
+                "algorithm.kl_ctrl.kl_coef: not an option of algorithm=grpo; leave it out: unused unless",
+                "kl_loss_coef: not an option of a job; leave it out: unused unless",
+                "kl_loss_type: not an option of a job; leave it out: unused unless",
+            ],
+        ),
+        (
+            "algorithm=grpo algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.001 use_kl_loss=False",
+            ["type algorithm.kl_estimator=k1 algorithm.kl_in=reward algorithm.kl_coef=0.001 ", "job; leave it out "],
+        ),
+        (
+            "algorithm=grpo use_kl_loss=True kl_loss_coef=0.01 kl_loss_type=mse",
+            [
+                "type algorithm.kl_in=loss algorithm.kl_coef=0.01 ",
+                "type algorithm.kl_estimator=k2 algorithm.kl_in=loss ",
+            ],
+        ),
         ("sft", ["no verb named 'sft'; type run algorithm=sft"]),
         ("llamafactory-cli train x.yaml", ["type run +recipe=x.yaml"]),
         ("swift infer", ["run infer latest"]),

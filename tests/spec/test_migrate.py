@@ -35,6 +35,8 @@ def rules(rule: Rule, algorithms: str = "", value: Any = None) -> Iterator[tuple
         return
     for names, inner in rule.get("by", {}).items():
         yield from rules(inner, names, value)
+    for inner in rule.get("with", {}).values():
+        yield from rules(inner, algorithms, value)
     for names, inner in rule.get("values", {}).items():
         yield from rules(inner, algorithms, migrate.format_value(names).split()[0])
     if rule.keys() & {"to", "say"}:
