@@ -58,11 +58,13 @@ class Answer:
     formulas: tuple[str, ...]  # of values that other options decide which are not given
     sentence: str
     algorithms: str
+    item: Any = None  # of a list, whose items have different answers
 
     def __str__(self) -> str:
         typed = "".join([f"type {' '.join(self.words)}" if self.words else "", *(f", {f}" for f in self.formulas)])
         said = f"{typed} ({self.sentence})" if typed and self.sentence else typed or self.sentence
-        return said + (f" (algorithm={self.algorithms.replace(' ', ', ')})" if self.algorithms else "")
+        item = "" if self.item is None else f"{format_value(self.item)}: "
+        return item + said + (f" (algorithm={self.algorithms.replace(' ', ', ')})" if self.algorithms else "")
 
 
 class MigrationTable:
@@ -115,13 +117,14 @@ class MigrationTable:
         return next((entry for entry in self.pages[OURS][1] if key in entry.keys), None)
 
     def answers(self, entry: Entry, value: Any, job: Job) -> list[Answer]:
-        """What to say to an entry typed with a value (None = no value): one answer, or one for each algorithm."""
+        """What to say to an entry typed with a value (None = no value), for each algorithm and item of a list."""
         found = []
-        for algorithms, rule in _matching_rules(entry.rule, value, job):
+        for algorithms, rule, item in _matching_rules(entry.rule, value, job):
             to, sentence = _parts(rule)
             formulas: list[str] = []
-            words = tuple(self._fill_word(word, value, job, formulas) for word in _split(to))
-            found.append(Answer(words, tuple(formulas), sentence, algorithms))
+            words = tuple(self._fill_word(word, item, job, formulas) for word in _split(to))
+            shown = item if isinstance(value, list) and len(value) > 1 and item != value else None
+            found.append(Answer(words, tuple(formulas), sentence, algorithms, shown))
         return found
 
     def with_typed(self, job: Job) -> Job:
@@ -261,25 +264,29 @@ def _spellings(names: str) -> list[str]:
     return names.split() if all(name.startswith("-") for name in names.split()) else [names]
 
 
-def _matching_rules(rule: Rule, value: Any, job: Job) -> list[tuple[str, Rule]]:
-    """The rules that hold for a value in a job, each with the algorithms it is for."""
+def _matching_rules(rule: Rule, value: Any, job: Job) -> list[tuple[str, Rule, Any]]:
+    """The rules that hold in a job for a value or items of a list: algorithms, rule, value or items."""
     if isinstance(rule, str):
-        return [("", rule)]
+        return [("", rule, value)]
     if "by" in rule:
         own = [inner for names, inner in rule["by"].items() if job.chosen.get("algorithm", "") in names.split()]
         if own:
             return _matching_rules(own[0], value, job)
-        return [(names, one) for names, inner in rule["by"].items() for _, one in _matching_rules(inner, value, job)]
+        found = [(names, _matching_rules(inner, value, job)) for names, inner in rule["by"].items()]
+        return [(names, one, item) for names, matching in found for _, one, item in matching]
     for settings, inner in rule.get("with", {}).items():
         if any(_has_setting(job, setting) for setting in settings.split()):
             return _matching_rules(inner, value, job)
     values = {name: inner for names, inner in rule.get("values", {}).items() for name in format_value(names).split()}
-    for item in value if isinstance(value, list) else [value]:
-        if item is not None and format_value(item).lower() in values:
-            return _matching_rules(values[format_value(item).lower()], value, job)
+    items = value if isinstance(value, list) else [value]
+    rules = [(item, values.get(format_value(item).lower()) if item is not None else None) for item in items]
+    known = [one for item, inner in rules if inner is not None for one in _matching_rules(inner, item, job)]
+    others = [item for item, inner in rules if inner is None]
+    if known and not others:
+        return known
     if values and not rule.keys() & {"to", "say"}:
-        return [("", {"say": "; ".join(f"{name} → {inner}" for name, inner in values.items())})]
-    return [("", rule)]
+        rule = {"say": "; ".join(f"{name} → {inner}" for name, inner in values.items())}
+    return [*known, ("", rule, others if known else value)]
 
 
 def _has_setting(job: Job, setting: str) -> bool:

@@ -70,6 +70,13 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
                 "type algorithm.kl_estimator=k2 algorithm.kl_in=loss ",
             ],
         ),
+        ("trl dpo --loss_type sigmoid sft", ["sigmoid: type algorithm.loss=sigmoid; sft: type algorithm.sft_coef=1 "]),
+        (
+            "trl grpo --reward_funcs accuracy format",
+            ["accuracy: type reward=math (the right answer is in the column answer); [format]: your own function: "],
+        ),
+        ("trl sft --target_modules q_proj v_proj", ["--target_modules: type adapter=lora adapter.targets=[q_proj,v"]),
+        ("trl sft --target_modules all-linear", ["--target_modules: type adapter=lora adapter.targets=all-linear\n"]),
         ("sft", ["no verb named 'sft'; type run algorithm=sft"]),
         ("llamafactory-cli train x.yaml", ["type run +recipe=x.yaml"]),
         ("swift infer", ["run infer latest"]),
