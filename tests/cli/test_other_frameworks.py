@@ -77,6 +77,23 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         ),
         ("trl sft --target_modules q_proj v_proj", ["--target_modules: type adapter=lora adapter.targets=[q_proj,v"]),
         ("trl sft --target_modules all-linear", ["--target_modules: type adapter=lora adapter.targets=all-linear\n"]),
+        (
+            "trl grpo --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --steps_per_generation 8 "
+            "--num_generations 8 --num_processes 8",
+            [
+                "--per_device_train_batch_size: type algorithm.batch_size=32 ",
+                "--gradient_accumulation_steps: type algorithm.mini_batches=4 ",
+                "--steps_per_generation: type algorithm.mini_batches=4 ",
+            ],
+        ),
+        (
+            "trl grpo --per_device_train_batch_size 4 --generation_batch_size 256 --num_generations 8 --num_gpus 8",
+            [
+                "--per_device_train_batch_size: type algorithm.mini_batches=8 ",
+                "--generation_batch_size: type algorithm.batch_size=32 ",
+            ],
+        ),
+        ("trl grpo --steps_per_generation 8", ["type algorithm.mini_batches=8 "]),
         ("sft", ["no verb named 'sft'; type run algorithm=sft"]),
         ("llamafactory-cli train x.yaml", ["type run +recipe=x.yaml"]),
         ("swift infer", ["run infer latest"]),
