@@ -94,6 +94,15 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             ],
         ),
         ("trl grpo --steps_per_generation 8", ["type algorithm.mini_batches=8 "]),
+        (
+            "trl sft --packing true --max_length 8192 --per_device_train_batch_size 1 --gradient_accumulation_steps 8",
+            [
+                "N = 1 × gradient_accumulation_steps × launch.devices × data.max_length / tokens_per_row (a row",
+                "N = 8 × per_device_train_batch_size × launch.devices × data.max_length / tokens_per_row (a row",
+            ],
+        ),
+        ("sft --padding_free true --per_device_train_batch_size 4", ["type algorithm.batch_size=4 (rows of a step"]),
+        ("megatron sft --packing --global_batch_size 16", ["N = 16 × data.max_length / tokens_per_row (a row of"]),
         ("sft", ["no verb named 'sft'; type run algorithm=sft"]),
         ("llamafactory-cli train x.yaml", ["type run +recipe=x.yaml"]),
         ("swift infer", ["run infer latest"]),
