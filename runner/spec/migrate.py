@@ -200,7 +200,8 @@ def answer(key: str, value: Any, job: Job, options: Options) -> str:
 def _without_choices(found: Answer, job: Job, options: Options) -> Answer:
     """The answer without the choices of components whose options the job has anyway."""
     chosen, settings = _choices_and_settings(found)
-    needless = {f"{group}={member}" for group, member in chosen.items() if group in {g for g, _ in settings}}
+    groups = {group for group, _ in settings} - {"algorithm"}  # whose typed one may be that of this very answer
+    needless = {f"{group}={member}" for group, member in chosen.items() if group in groups}
     for group, leaf in settings:
         if leaf not in options.get(group, {}).get(job.chosen.get(group, ""), ()):
             needless.discard(f"{group}={chosen.get(group)}")

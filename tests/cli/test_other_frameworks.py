@@ -103,6 +103,21 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         ),
         ("sft --padding_free true --per_device_train_batch_size 4", ["type algorithm.batch_size=4 (rows of a step"]),
         ("megatron sft --packing --global_batch_size 16", ["N = 16 × data.max_length / tokens_per_row (a row of"]),
+        (
+            "trl rloo --beta 0.05",
+            ["--beta: type algorithm.kl_estimator=k1 algorithm.kl_in=reward algorithm.kl_coef=0.05\n"],
+        ),
+        ("trl rloo --beta 0.0", ["--beta: type algorithm.kl_estimator=none\n"]),
+        ("swift rlhf --rlhf_type grpo --kl_in_reward true --beta 0.04", ["kl_in=reward algorithm.kl_coef=0.04\n"]),
+        (
+            "swift rlhf --rlhf_type grpo --advantage_estimator rloo --kl_in_reward false --beta 0.04",
+            ["--beta: type algorithm.kl_estimator=k3 algorithm.kl_coef=0.04\n"],
+        ),
+        ("algorithm.adv_estimator=rloo", ["type algorithm=grpo algorithm.advantage=leave_one_out "]),
+        (
+            "algorithm.adv_estimator=reinforce_plus_plus",
+            ["type algorithm=reinforce_pp (with its paper's KL, which verl"],
+        ),
         ("sft", ["no verb named 'sft'; type run algorithm=sft"]),
         ("llamafactory-cli train x.yaml", ["type run +recipe=x.yaml"]),
         ("swift infer", ["run infer latest"]),
