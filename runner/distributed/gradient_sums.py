@@ -149,10 +149,10 @@ class MeshGradientReducer:
             return
         replicated = [p for p in parameters if not (p.is_meta or is_reduced_in_backward(p))]
         experts = [p for p in replicated if is_expert_sharded(p)]
-        tied = {id(one) for one in self.stage.tied_parameters()}
         with sum_during_backward([p for p in replicated if not is_expert_sharded(p)], self.copies):
             yield
         sum_gradients(experts, self.experts)
+        tied = {id(one) for one in self.stage.tied_parameters()}  # now: before, FSDP may have put gathered ones there
         sum_gradients([p for p in parameters if id(p) in tied], self.ends)
 
     def discard(self) -> None:

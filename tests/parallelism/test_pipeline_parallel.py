@@ -165,6 +165,14 @@ def test_embedding_and_head_of_one_weight(adapter: bool) -> None:
     compare(Mesh(pp=2), lambda: made("llama", adapter, tie_word_embeddings=True))
 
 
+@pytest.mark.parametrize("budget", [1000, pytest.param(40, marks=SLOW)], ids=["one micro-batch", "several"])
+def test_embedding_and_head_of_one_weight_whose_shards_are_gathered(budget: int) -> None:
+    def build() -> Any:
+        return made("qwen2", False, tie_word_embeddings=True)
+
+    compare(Mesh(pp=2, dp_shard=2), build, 1e-5, FsdpConfig(), budget)
+
+
 @SLOW
 @pytest.mark.parametrize("more", ["three", "dp", "fsdp", "tp"])
 def test_embedding_and_head_of_one_weight_on_more_ranks(more: str) -> None:
