@@ -66,8 +66,9 @@ def _cases(rule: Rule, value: str, algorithms: str = "") -> Iterator[tuple[str, 
             yield from _cases(inner, value, names)
     else:
         for settings, inner in rule.get("with", {}).items():
+            beside = " or ".join(f"`{setting}`" for setting in settings.split())
             for names, shown, one in _cases(inner, value, algorithms):
-                yield names, f"{shown}, with `{settings.split()[0]}`", one
+                yield names, f"{shown}, with {beside}", one
         for name, inner in rule.get("values", {}).items():
             yield from _cases(inner, format_value(name).replace(" ", ", "), algorithms)
         if rule.keys() & {"to", "say"}:
