@@ -158,9 +158,10 @@ class UploadTracker:
         """Read reports; restart an ended process once."""
         if self._process is None:
             return
+        runs = self._process.is_running()  # asked first: what it reported at its end is read
         self._read()
         self._say_fallback()
-        if self._process.is_running():
+        if runs:
             return
         code = self._process.returncode
         self._kill_process()

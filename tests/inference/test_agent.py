@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from runner.algorithm.rollouts import (
 from runner.build.environments import EnvironmentBuilder, build_extend
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
+from runner.core.subprocess import ChildProcess
 from runner.distributed.work_partition import SINGLE_PROCESS
 from runner.environment.config import AgentEnvironmentConfig
 from runner.interfaces import Prompt, Request, Rollout
@@ -412,6 +414,21 @@ print(0.5)
     while psutil.pid_exists(pid) and time.monotonic() < end and way != "kills its guard":
         time.sleep(0.05)
     assert not psutil.pid_exists(pid) or way == "kills its guard"
+
+
+def test_a_result_that_is_printed_between_two_looks_is_read(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a busy machine: after waiting for output in vain, the process is found to have ended."""
+    is_running = ChildProcess.is_running
+
+    def after_a_pause(process: ChildProcess) -> bool:
+        if process.returncode is None:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        return is_running(process)
+
+    monkeypatch.setattr(ChildProcess, "is_running", after_a_pause)
+    source = COMMAND.replace("range(3)", "range(1)") + "\nimport time; time.sleep(0.5); print(0.25)"
+    _, _, seen = play(source, lambda text: "hi", timeout_s=60.0)
+    assert [one.environment.score for one in seen.completions] == [0.25]  # type: ignore[union-attr]
 
 
 def test_a_program_that_was_left_out_stays_left_out(play: Play, caplog: pytest.LogCaptureFixture) -> None:
