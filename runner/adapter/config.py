@@ -26,6 +26,11 @@ class AdapterConfig(ComponentConfig):
         """The option that needs unsplit layers, which tensor parallelism and vLLM lack; or None."""
         return None
 
+    @property
+    def trained_modules(self) -> Names:
+        """Modules of the base that are fully trained beside it."""
+        return ()
+
 
 class NoAdapterConfig(AdapterConfig):
     """Full fine-tuning: every parameter is trainable."""
@@ -64,6 +69,10 @@ class LoraConfig(AdapterConfig):
     @property
     def needs_whole_layers(self) -> str | None:
         return "adapter.dora" if self.dora else None
+
+    @property
+    def trained_modules(self) -> Names:
+        return self.modules_to_save
 
 
 class SharedBaseConfig(LoraConfig):

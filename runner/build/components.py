@@ -173,7 +173,7 @@ def _model_factory(
 
 
 def _check_sent_adapter(spec: JobSpec, model: Any) -> None:
-    """Raise SpecError for an adapter that vLLM cannot use without its base: of experts, or one that was loaded."""
+    """Raise SpecError for an adapter, made or loaded, that vLLM ignores or does not support."""
     config = model.module.peft_config[model.module.active_adapter]
     remedy = f"type sampler.weight_sync={'reload' if spec.sampler.served else 'merged'}"
     if names := config.target_parameters:

@@ -25,7 +25,7 @@ def _adapter_problems(job: Any, instead: str) -> Iterator[tuple[str, str]]:
         yield "sampler.weight_sync", f"adapter=none has no adapter to send; {remedy}"
     elif job.adapter.needs_whole_layers:
         yield "sampler.weight_sync", f"vLLM does not support DoRA; {remedy}"
-    elif getattr(job.adapter, "modules_to_save", ()):
+    elif job.adapter.trained_modules:
         yield "sampler.weight_sync", f"vLLM does not support adapter.modules_to_save; {remedy}, or leave it out"
 
 
