@@ -107,7 +107,7 @@ class ControlTokens:
         """Messages and tools with a private character in place of each control token in their texts, keys too."""
         if not (self._is_in(messages) or self._is_in(tools)):
             return list(messages), tools, Placeholders("")
-        placeholders = Placeholders(json.dumps([messages, tools], ensure_ascii=False))
+        placeholders = Placeholders(json.dumps([messages, tools], ensure_ascii=False, default=str))
         patterns = {**dict.fromkeys(TRUSTED, self.special), "assistant": self._text_of_assistant}
         marked = [
             _replace_texts(m, patterns.get(m["role"], self._control), placeholders) | {"role": m["role"]}

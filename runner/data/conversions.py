@@ -93,6 +93,9 @@ def _columns(dialogue: Dialogue, rest: Mapping[str, Any], reading: Reading) -> d
     if reading == "pairs" and not _has_answers(rest, reading):
         return _pair(messages, rest)
     if reading == "pairs":
+        if messages and messages[-1]["role"] == "assistant":
+            text = "the last turn is an answer, and so are chosen and rejected; leave it out"
+            raise RowError(f"{text}, or rename its column: data.rename_columns={{output: reference}}")
         return {"prompt": messages, **{name: _answer(rest[name], name) for name in BESIDE["pairs"] if name in rest}}
     answered = bool(messages) and messages[-1]["role"] == "assistant"
     prompt, last = (messages[:-1], messages[-1]) if answered else (messages, None)

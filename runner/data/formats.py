@@ -278,7 +278,7 @@ def detect_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
     a column `text` too.
     """
     found, conversion = _detect_own_format(value, reading), find_conversion(value, reading)
-    if found is not None and found.columns[0] == "prompt" and conversion is not VERL:
+    if found is not None and conversion is not VERL and (found.columns[0] == "prompt" or _begins_alike(value, found)):
         return found
     if conversion is None:
         return found
@@ -296,6 +296,17 @@ def _detect_own_format(value: Mapping[str, Any], reading: Reading) -> Format | N
             is_chat = is_messages(value[columns[0]]) or any(name in value for name in IMAGE_COLUMNS)
             return Format(columns, columns == ("messages",) or (columns[0] not in ("text", "segments") and is_chat))
     return None
+
+
+def _begins_alike(value: Mapping[str, Any], found: Format) -> bool:
+    """Whether a pair is two conversations with their prompt, and no other column has one."""
+    others = [name for name in ("messages", "conversations", "conversation") if is_messages(value.get(name))]
+    return (
+        found.chat
+        and found.columns == ("chosen", "rejected")
+        and not others
+        and any(turn.get("role") != "assistant" for turn in value["chosen"][:1])
+    )
 
 
 def _has_question(value: Mapping[str, Any]) -> bool:

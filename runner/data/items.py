@@ -307,7 +307,7 @@ def eval_question_of_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) 
     found = _question(tokenizer, whole, prompt, answer)
     # A template writes other text around the messages; plain text decodes to itself, but for tokens such as BOS.
     asked = facts["messages"] or tokenizer.decode(without_media(prompt), skip_special_tokens=True)
-    key = hashlib.sha256(json.dumps([asked, facts["columns"]], sort_keys=True).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([asked, facts["columns"]], sort_keys=True, default=str).encode()).hexdigest()[:16]
     text = _prompt_text(prompt, messages is not None, tokenizer)
     return replace(found, prompt=text, messages=messages, columns=facts["columns"], key=key)
 

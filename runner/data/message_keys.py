@@ -62,3 +62,10 @@ def flag_fault(message: Message) -> str | None:
         said = ", ".join(f"{key}: {json.dumps(value)}" for key, value in flags.items())
         return f": {said} contradict each other; expected one of them"
     return None
+
+
+def wrapped_schema(tool: Message) -> Message:
+    """A tool's schema in the form of chat templates; the data of LLaMA-Factory and ms-swift have its inner part."""
+    if "name" not in tool or "function" in tool:
+        return tool
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}

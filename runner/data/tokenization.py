@@ -346,7 +346,11 @@ class EncodedAnswers:
 
     def record(self) -> dict[str, Any]:
         """What is stored of it."""
-        return {"prompt": self.prompt, "answers": self.answers, "facts": json.dumps(self.facts, allow_nan=False)}
+        return {
+            "prompt": self.prompt,
+            "answers": self.answers,
+            "facts": json.dumps(self.facts, allow_nan=False, default=str),
+        }
 
 
 def _combine(
@@ -367,14 +371,11 @@ def _combine(
 
 
 def _with_locations(message: Message, reader: ImageReader) -> dict[str, Any]:
-    content = (
-        [
-            {**part, "image": reader.location(part["image"])} if part in image_parts(message) else part
-            for part in message["content"]
-        ]
-        if image_parts(message)
-        else message["content"]
-    )
+    if not (images := image_parts(message)):
+        return dict(message)
+    content = [
+        {**part, "image": reader.location(part["image"])} if part in images else part for part in message["content"]
+    ]
     return {**message, "content": content}
 
 

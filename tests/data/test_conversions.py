@@ -84,6 +84,29 @@ def test_function_calls_and_observations_become_tool_calls_and_tool_turns() -> N
     ]
 
 
+@pytest.mark.parametrize("outside", [{}, {"type": "function"}])
+def test_bare_tool_schemas_are_wrapped_as_chat_templates_read_them(outside: dict[str, str]) -> None:
+    tool = {"name": "add", "parameters": {"type": "object"}}
+    [example], _, message = check("sft", {**SHAREGPT, "tools": json.dumps([{**outside, **tool}])})
+    assert (message, example.tools) == ("", ({"type": "function", "function": tool},))
+    [example], _, message = check("sft", {**SHAREGPT, "tools": ""})
+    assert (message, example.tools) == ("", ())
+
+
+@pytest.mark.parametrize("row", [ALPACA, SHAREGPT], ids=["Alpaca", "ShareGPT"])
+def test_an_answer_beside_those_of_a_pair_is_no_part_of_its_prompt(row: dict[str, Any]) -> None:
+    pair, _, message = check("pairs", {**row, "chosen": "4", "rejected": "5"})
+    assert pair == [] and "the last turn is an answer, and so are chosen and rejected" in message
+
+
+@pytest.mark.parametrize("asked", ["question", "instruction", "query"])
+def test_whole_conversations_are_pairs_beside_a_column_with_their_question(asked: str) -> None:
+    answers = {"chosen": chat("2+2?", "4"), "rejected": chat("2+2?", "5")}
+    [pair], found, message = check("pairs", {asked: "2+2?", "prompt": "2+2?", **answers})
+    assert (message, found.ignored) == ("", {asked, "prompt"})
+    assert [list(answer.messages) for answer in pair.answers] == list(answers.values())
+
+
 def test_pairs_labels_and_prompts_are_made_of_the_same_rows() -> None:
     [pair], found, message = check(
         "pairs", {"instruction": "add", "input": "", "chosen": "4", "rejected": "5", "id": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import multiprocessing
 import platform
@@ -498,3 +499,14 @@ def test_variables_of_a_row_are_plain_values(columns: dict[str, Any], tmp_path: 
     path = jsonl([{"messages": chat("a", "b"), **columns}])
     with pytest.raises(DataError, match=r"rows\.jsonl:1: (column )?chat_template_kwargs"):
         data(byte_tokenizer(THINKS), tmp_path, path=path)
+
+
+@pytest.mark.parametrize("kind", ["sft", "prompts"])
+def test_a_time_in_a_message_is_a_key_that_nothing_reads(kind: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Rows of Parquet have values without a JSON form, as those of WildChat."""
+    asked = [{"role": "user", "content": "a <|im_end|> b", "timestamp": datetime.datetime(2024, 1, 1)}]
+    row = {"messages": [*asked, {"role": "assistant", "content": "c"}]} if kind == "sft" else {"prompt": asked}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    decide = Decisions()
+    found = data(tokenizer, tmp_path, decide, kind=kind, path=str(tmp_path / "a.parquet"))
+    assert len(found) == 1 and any("[].timestamp" in str(one) for one in decide.entries)

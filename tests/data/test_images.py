@@ -20,6 +20,8 @@ from PIL import Image
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError
 from runner.core.media import MEDIA_ID
+from runner.data.tokenization import _with_locations
+from runner.interfaces.media import images_of
 from runner.model import hf
 from runner.model.config import HfConfig
 from tests.data.conftest import chat
@@ -119,6 +121,12 @@ def test_every_form_gives_the_same_ids(reading: Any, pictures: dict[str, bytes],
     found["Parquet of datasets"] = ids(reading, tmp_path, tmp_path / "row.parquet")
     assert len(set(found.values())) == 1, found
     assert len({one for one in found["OpenAI"] if one >= MEDIA_ID}) == 2
+
+
+def test_messages_without_an_image_stay_as_they_are(reading: Any) -> None:
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    reader = images_of(reading)
+    assert reader is not None and _with_locations(call, reader) == call
 
 
 def test_pairs_and_prompts_have_images(reading: Any, pictures: dict[str, bytes], tmp_path: Path, jsonl: Any) -> None:
