@@ -65,7 +65,7 @@ def flag_fault(message: Message) -> str | None:
 
 
 def wrapped_schema(tool: Message) -> Message:
-    """A tool's schema in the form of chat templates; the data of LLaMA-Factory and ms-swift have its inner part."""
+    """A tool's schema as chat templates read it; LLaMA-Factory and ms-swift have its inner part."""
     if "name" not in tool or "function" in tool:
         return tool
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}

@@ -164,7 +164,10 @@ def combine_adapters(
 
 
 def _add_combined(module: Any, names: list[str], how: str, weights: Sequence[float], density: float) -> str:
-    """Put the combination in the place of a peft model's adapters; returns its name. Raises EnvironmentProblem."""
+    """Combine a peft model's adapters into one, which is left; returns its name.
+
+    Raises EnvironmentProblem.
+    """
     lost = [name for name in NOT_COMBINED if any(getattr(module.peft_config[one], name, None) for one in names)]
     if lost:
         text = f"peft would leave out what an adapter trains by {' and '.join(lost)}"
