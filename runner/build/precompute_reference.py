@@ -35,8 +35,8 @@ SAY_EVERY_S = 10.0
 IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "architectures", "use_cache")
 # of a device: which one it is, and what moves no more than the last bits, as another batch around an item does
 IGNORED_DEVICE_KEYS = {"name", "threads", "env_preset"}
-# of a model: what changes its numbers beside its weights and their types
-COMPUTING_OPTIONS = {"quantization", "head_dtype", "kernels"}
+# of a model: what changes log-probabilities beside its weights and their types
+NUMERICS_OPTIONS = {"quantization", "head_dtype", "kernels"}
 WRITE_EVERY_S = 60.0  # what a process that is killed has computed in vain, at most
 
 
@@ -78,7 +78,7 @@ def build_cached_reference(
 def _cache_key(spec: JobSpec, policy: GenerativeModel, origin: Mapping[str, str], device: Device) -> str:
     """sha256 of what the log-probabilities depend on, beside the tokens that they are kept by."""
     architecture = policy.inner.config.to_dict()
-    options = spec.model.model_dump(mode="json", include=COMPUTING_OPTIONS, exclude_none=True)
+    options = spec.model.model_dump(mode="json", include=NUMERICS_OPTIONS, exclude_none=True)
     whole = {
         "format": FORMAT,
         "versions": {"runner": __version__, **{name: version(name) for name in ("torch", "transformers")}},

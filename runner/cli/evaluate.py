@@ -72,7 +72,7 @@ def _refuse_unused(words: Sequence[str], names: Sequence[str]) -> None:
         if group != "evaluation" or not option or option.split(".")[0] in ("sets", "batch_size"):
             continue
         if names and option in answers:
-            text = f"it is for a run's own rows; of a set type evaluation.sets.{names[0]}.{option}=…"
+            text = f"it applies only to a run's held-out rows; for a set, type evaluation.sets.{names[0]}.{option}=…"
             raise UsageError(f"run eval: {word} changes nothing: {text}")
         if option not in answers:
             raise UsageError(f"run eval: {word} changes nothing: it is an option of training; leave it out")

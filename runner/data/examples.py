@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from runner.core.columns import json_type_name
 from runner.core.untrusted_text import parse_json, without_nulls
-from runner.data.message_keys import Message, excluding_flags, flag_fault, is_trained, wrapped_schema
+from runner.data.message_keys import Message, excluding_flags, flag_fault, is_trained, openai_tool_schema
 from runner.data.readers import Row, SourceLocation
 from runner.spec.base import ItemKind
 
@@ -396,4 +396,4 @@ def _tools(row: Row) -> Tools:
             raise RowError(f"column tools: text that is not JSON ({error}); expected a list of JSON schemas") from error
     if not is_messages(value):
         raise RowError(f"column tools: expected a list of JSON schemas, found {json_type_name(value)}")
-    return tuple(map(wrapped_schema, value))
+    return tuple(map(openai_tool_schema, value))

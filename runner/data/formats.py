@@ -278,7 +278,11 @@ def detect_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
     a column `text` too.
     """
     found, conversion = _detect_own_format(value, reading), find_conversion(value, reading)
-    if found is not None and conversion is not VERL and (found.columns[0] == "prompt" or _begins_alike(value, found)):
+    if (
+        found is not None
+        and conversion is not VERL
+        and (found.columns[0] == "prompt" or _has_implicit_prompt(value, found))
+    ):
         return found
     if conversion is None:
         return found
@@ -298,7 +302,7 @@ def _detect_own_format(value: Mapping[str, Any], reading: Reading) -> Format | N
     return None
 
 
-def _begins_alike(value: Mapping[str, Any], found: Format) -> bool:
+def _has_implicit_prompt(value: Mapping[str, Any], found: Format) -> bool:
     """Whether a pair is two conversations with their prompt, and no other column has one."""
     others = [name for name in ("messages", "conversations", "conversation") if is_messages(value.get(name))]
     return (

@@ -35,7 +35,7 @@ def row_key(form: Format, row: Row, group: str | None = None) -> int:
         columns = ("prompt",) if "prompt" in form.columns else form.columns
         values = [row.value.get(name) for name in columns]
         if columns == ("chosen", "rejected"):
-            values = [_common_start(*values)]
+            values = [_common_prefix(*values)]
         values += [row.value[name] for name in IMAGE_COLUMNS if row.value.get(name)]
     elif (value := column_value(row.value, group)) is None:
         raise RowError(f"no column {group}; data.holdout_group needs one in every row")
@@ -45,7 +45,7 @@ def row_key(form: Format, row: Row, group: str | None = None) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def _common_start(chosen: Any, rejected: Any) -> Any:
+def _common_prefix(chosen: Any, rejected: Any) -> Any:
     """The prompt of a pair that has no other; of a faulty row, both values."""
     if is_messages(chosen) and is_messages(rejected):
         return chosen[: count_common_messages(chosen, rejected)]

@@ -64,7 +64,7 @@ def flag_fault(message: Message) -> str | None:
     return None
 
 
-def wrapped_schema(tool: Message) -> Message:
+def openai_tool_schema(tool: Message) -> Message:
     """A tool's schema as chat templates read it; LLaMA-Factory and ms-swift have its inner part."""
     if "name" not in tool or "function" in tool:
         return tool

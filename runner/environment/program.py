@@ -113,7 +113,7 @@ def _read_output(process: ChildProcess, check: Check, output: CapturedOutput) ->
         waiting.register(stream, select.POLLIN)
     opened, is_cut = set(held), False
     while opened:
-        has_ended = not process.is_running()  # asked first: what it printed at its end is read
+        has_ended = not process.is_running()  # checked before reading, so that its last output is read
         ready = waiting.poll(POLL_S * 1000)
         if not ready and has_ended:  # where its guard was killed, others may hold the streams
             break

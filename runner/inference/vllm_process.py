@@ -135,7 +135,7 @@ def check_adapters(source: ModelSource) -> None:
         print(fact, file=sys.stderr)
 
 
-PLAIN = ("--generation-config", "vllm")  # and not the model's own, which would change what is sampled
+DEFAULT_CHAT_OPTIONS = ("--generation-config", "vllm")  # and not the model's own, which would change what is sampled
 
 
 def chat_options(source: ModelSource, model: EngineSettings, folder: Path) -> Sequence[str]:
@@ -149,7 +149,7 @@ def chat_options(source: ModelSource, model: EngineSettings, folder: Path) -> Se
     found = [read_json(file).get("eos_token_id") for file in files if file.is_file()]
     ends = {id for one in found if one is not None for id in (one if isinstance(one, list) else [one])}
     if not ends:
-        return [*options, *PLAIN]
+        return [*options, *DEFAULT_CHAT_OPTIONS]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(ends)}))
     return [*options, "--generation-config", str(folder)]
@@ -161,7 +161,11 @@ def _base_name(source: ModelSource) -> str:
 
 
 def vllm_command(
-    source: ModelSource, model: EngineSettings, settings: ServeSettings, kind: Kind, chat: Sequence[str] = PLAIN
+    source: ModelSource,
+    model: EngineSettings,
+    settings: ServeSettings,
+    kind: Kind,
+    chat: Sequence[str] = DEFAULT_CHAT_OPTIONS,
 ) -> list[str]:
     """The command that serves a source as this project's own engine would. chat: see `chat_options`."""
     adapters = {adapter.name: adapter.path for adapter in source.adapters}

@@ -151,7 +151,7 @@ def combine_adapters(
     module: Any = loaded.model.module
     active = "default" if how is None else _add_combined(module, list(loaded.adapters.values()), how, weights, density)
     with staged_folder(out) as new:
-        if merge or module.peft_config[active].target_parameters:  # which older releases ignore without an error
+        if merge or module.peft_config[active].target_parameters:  # which peft below 0.17 and vLLM ignore
             loaded.model.merge_on_save()
             loaded.model.save(new)
         else:

@@ -165,9 +165,9 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
     if srun_task.is_outside_slurm(spec):
         submission.refuse_queued(folder)
         submission.check_submission(spec)
-        with hold_lock(folder):  # what is asked of Slurm is kept; in its job it could not be typed
+        with hold_lock(folder):  # the queued job reads the launch options there, and cannot override them
             write_spec(folder, before.model_copy(update={"launch": spec.launch}))
-        return submission.submit(spec, folder, _not_of_launch(typed))
+        return submission.submit(spec, folder, _without_launch_options(typed))
     if status.get("state") == submission.WAITING:
         with hold_lock(folder):
             spec = prepare_spec(spec)
@@ -183,7 +183,7 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         return begin_attempt(spec, folder, attempt, typed_job)
 
 
-def _not_of_launch(words: Sequence[str]) -> list[str]:
+def _without_launch_options(words: Sequence[str]) -> list[str]:
     return [word for word in words if not word.lstrip("+").startswith(("launch=", "launch."))]
 
 

@@ -296,7 +296,7 @@ class TrainingService:
         if key not in self._samplers:
             self._make_room()
             self._add_sampler(key, source)
-        self._engine.leave_generation_mode()  # which keeps casts of the weights that there were
+        self._engine.leave_generation_mode()  # it keeps bfloat16 copies of the old weights
         own = self._adapter_parameters(self._samplers[key])
         load_parameters(own, {f"param/{name}": value for name, value in adapter.items()})
         if (found := weights_digest(own)) != record.digest:

@@ -200,7 +200,7 @@ def _evaluate_set(
 
 
 def _item_logprobs(item: TokenizedExample, engine: Any) -> list[float]:
-    """See `ScoreItems`; each branch is scored after the beginning that it shares with the others."""
+    """See `ScoreItems`; each branch is scored after the prefix that the branches share."""
     first, *_ = edges = [*(item.branches or (0,)), len(item.ids)]
     rows = [item.ids[:first] + item.ids[a:b] for a, b in pairwise(edges)]
     scores = [[token.logprob for token in engine.score(row, 0)] for row in rows]

@@ -158,7 +158,7 @@ class UploadTracker:
         """Read reports; restart an ended process once."""
         if self._process is None:
             return
-        runs = self._process.is_running()  # asked first: what it reported at its end is read
+        runs = self._process.is_running()  # checked before reading: its last reports are read
         self._read()
         self._say_fallback()
         if runs:

@@ -416,8 +416,10 @@ print(0.5)
     assert not psutil.pid_exists(pid) or way == "kills its guard"
 
 
-def test_a_result_that_is_printed_between_two_looks_is_read(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a busy machine: after waiting for output in vain, the process is found to have ended."""
+def test_a_result_that_is_printed_between_poll_and_exit_check_is_read(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine: the poll times out, and then the process has ended."""
     is_running = ChildProcess.is_running
 
     def after_a_pause(process: ChildProcess) -> bool:

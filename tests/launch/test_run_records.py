@@ -88,7 +88,7 @@ def test_the_spec_of_a_folder_with_an_odd_name_can_be_read(name: str, workdir: P
     assert read_mapping(folder.spec)["name"] == "sft_demo"
 
 
-def test_a_rank_may_run_the_code_that_its_launcher_was_told_to_trust(tmp_path: Path) -> None:
+def test_ranks_trust_the_code_that_their_launcher_trusts(tmp_path: Path) -> None:
     spec = compose_job(["model=hf", "model.path=x/y", "model.trust_remote_code=true", "data=demo"]).spec
     write_spec(RunFolder(tmp_path), spec)
     assert load_spec(RunFolder(tmp_path)) == spec

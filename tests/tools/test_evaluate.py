@@ -141,7 +141,7 @@ def test_models_are_compared_and_run_report_and_run_diff_show_it(work: Path) -> 
         (["latest", "evaluation.every=1"], "evaluation.every=1 changes nothing: it is an option of training"),
         (
             ["latest", "+evaluation=[sort]", "evaluation.samples=4"],
-            "evaluation.samples=4 changes nothing: it is for a run's own rows; of a set type "
+            "evaluation.samples=4 changes nothing: it applies only to a run's held-out rows; for a set, type "
             "evaluation.sets.sort.samples=…",
         ),
         (["latest", "+evaluation=gsm"], "no evaluation named 'gsm'; did you mean 'gsm8k'?"),

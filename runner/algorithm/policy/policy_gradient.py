@@ -159,7 +159,7 @@ class PolicyOptimization:
         if not any(one.finish == "length" for group in experience.groups for one in group.samples):
             return "every episode of the step failed\n  fix the environment"
         text = f"the sampler has room for {self.collector.sampler.max_model_len} tokens; prompts and tools fill it"
-        advice = "raise sampler.max_model_len (sampler=vllm), lower data.max_length, or shorten the tools' descriptions"
+        advice = "raise sampler.max_model_len (sampler=vllm), lower data.max_length, or shorten the tool schemas"
         return f"no episode of the step had room for a turn: {text}\n  {advice}"
 
     def _tree(self, group: Group, silent: bool) -> Tree:

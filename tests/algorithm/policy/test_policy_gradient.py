@@ -139,7 +139,7 @@ def test_an_episode_in_several_rows_is_one_sample(name: str, mean: str) -> None:
     for change in (lambda sample: sample, in_two_rows):
         job = job_of(config)
         job.publish(0)
-        experience = changed(job.algorithm.collect(0), change)
+        experience = map_samples(job.algorithm.collect(0), change)
         assert experience_state.decode_experience(experience_state.encode_experience(experience)) == experience
         assert rollouts.rollout_metrics(experience)["rollout/length"] > 1
         [batch] = islice(job.algorithm.prepare(experience, job.models), 1)
@@ -157,7 +157,7 @@ def sampled_as_if_less_likely(sample: rollouts.RolloutSample) -> rollouts.Rollou
     return replace(sample, logprobs=array("d", [one - 0.1 for one in sample.logprobs]))
 
 
-def changed(experience: Any, change: Any) -> Any:
+def map_samples(experience: Any, change: Any) -> Any:
     """The experience with each of its samples changed."""
     return replace(
         experience, groups=tuple(replace(g, samples=tuple(map(change, g.samples))) for g in experience.groups)
@@ -170,7 +170,7 @@ def test_the_ratio_of_a_sequence_is_that_of_all_rows_of_an_episode() -> None:
     for change in (lambda sample: sample, in_two_rows):
         job = job_of(config)
         job.publish(0)
-        experience = changed(changed(job.algorithm.collect(0), sampled_as_if_less_likely), change)
+        experience = map_samples(map_samples(job.algorithm.collect(0), sampled_as_if_less_likely), change)
         [batch] = islice(job.algorithm.prepare(experience, job.models), 1)
         found.append(batch.tokens["importance"][batch.tokens["weight"] != 0].sort().values)
     assert found[0].max() > 1.4, "0.1 for each of its tokens"
@@ -181,7 +181,7 @@ def test_the_ratio_of_a_sequence_is_that_of_all_rows_of_an_episode() -> None:
 def test_a_sampler_that_reports_other_numbers_is_seen_at_any_lag(lag: int) -> None:
     job = job_of(GrpoConfig(**SMALL, lag=lag))
     job.publish(0)
-    experience = changed(job.algorithm.collect(0), sampled_as_if_less_likely)
+    experience = map_samples(job.algorithm.collect(0), sampled_as_if_less_likely)
     [batch] = islice(job.algorithm.prepare(experience, job.models), 1)
     learner: Any = job.learners["policy"]
     learner.begin_step(0)
