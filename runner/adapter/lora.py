@@ -114,6 +114,9 @@ def prepare_shared_base(config: LoraConfig, model: M, *, decide: Decide) -> M:
     head = inner.get_output_embeddings()
     linears = [name for name, part in inner.named_modules() if type(part).__name__ in LINEARS or part is head]
     targets = tuple(name for name in linears if name not in left_out)
+    if experts := [name for name, one in inner.named_parameters() if ".experts." in name and one.ndim > 2]:
+        reason = f"clients adapt linear layers; {experts[0]} is no such layer"
+        decide("adapter.targets", "all layers", "all but experts and routers", reason)
     model = attach(config.model_copy(update={"rank": 1, "targets": targets}), model, decide=decide)
     model.module.requires_grad_(False)
     return model

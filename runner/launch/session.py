@@ -109,10 +109,11 @@ class Session:
             records.describe(_device_facts(built.device), self._process_facts(built.world.world_peers))
         clients = TrainingClientRecords(self.spec, self.folder, records.decide, console)
         try:
-            if self.place.is_rank0:
-                server.lead(self.spec, built, clients, console.message, self.stop)
-            else:
-                server.follow(built.service, built.world)
+            with translate_device_errors(self.spec):
+                if self.place.is_rank0:
+                    server.lead(self.spec, built, clients, console.message, self.stop)
+                else:
+                    server.follow(built.service, built.world)
         finally:
             lines = [line for model_id in list(clients.opened) for line in clients.close(model_id)]
         built.world.close()

@@ -40,7 +40,7 @@ def describe_server(state: ServerState, given: Json, owner: str) -> Json:
     """The names of the base."""
     limit = state.base.limits.length_limit
     about = {"max_context_length": limit and limit[0], "trainable": True, "sampleable": True}
-    names = dict.fromkeys((state.base.name, *state.base.aliases))
+    names = dict.fromkeys((state.base.loadable_name, *state.base.aliases))
     return {"supported_models": [{"model_name": name, **about} for name in names]}
 
 
@@ -97,7 +97,7 @@ def describe_sampler(state: ServerState, given: Json, owner: str) -> Json:
     """What a sampling session samples from."""
     found = state.sampler(given["id"], owner)
     path = None if found.source is None else str(found.source)
-    return {"sampler_id": found.id, "base_model": state.base.name, "model_path": path}
+    return {"sampler_id": found.id, "base_model": state.base.loadable_name, "model_path": path}
 
 
 def _page(found: Sequence[Any], given: Json) -> tuple[Sequence[Any], Mapping[str, int]]:

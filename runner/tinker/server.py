@@ -27,7 +27,7 @@ import torch
 from runner.adapter.config import LoraConfig, SharedBaseConfig
 from runner.build.components import build_device, build_model, build_tokenizer
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DataError, EnvironmentProblem, RunnerError
+from runner.core.errors import DataError, EnvironmentProblem, RunnerError, TrainingDiverged
 from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
 from runner.core.subprocess import ChildProcess
@@ -82,18 +82,31 @@ class Leader:
             with suppress(Empty):
                 self._run(self._queue.get(timeout=0 if self._sampling else POLL_S))
             if self._sampling:
-                found = self._everywhere("advance", TOKENS_AT_ONCE if self._queue.empty() else 1)
-                for id, result in found.items():
-                    future = self._sampling.pop(id)
-                    if isinstance(result, str):
-                        future.set_exception(DataError(result))
-                    else:
-                        future.set_result(result)
+                self._advance()
             if time.monotonic() - beaten > BEAT_S:
                 beaten = time.monotonic()
                 self._everywhere(BEAT)
 
         self._everywhere(STOP)
+
+    def _advance(self) -> None:
+        """Sample tokens, and answer what is complete; if the device's memory is exhausted, all fail."""
+        try:
+            found = self._everywhere("advance", TOKENS_AT_ONCE if self._queue.empty() else 1)
+        except (torch.OutOfMemoryError, TrainingDiverged) as error:
+            if self._peers.size > 1:  # the other ranks wait for this one in the middle of a step
+                raise
+            self._service.drop_samples()
+            failed, self._sampling = self._sampling, {}
+            for future in failed.values():
+                future.set_exception(_memory_error(error) if isinstance(error, torch.OutOfMemoryError) else error)
+            return
+        for id, result in found.items():
+            future = self._sampling.pop(id)
+            if isinstance(result, str):
+                future.set_exception(DataError(result))
+            else:
+                future.set_result(result)
 
     def _save_clients(self, say: Callable[[str], None]) -> None:
         for target in self._service.signal_checkpoints():
@@ -119,8 +132,7 @@ class Leader:
             else:
                 self._sampling[operation.arguments[0].id] = future
         except torch.OutOfMemoryError as error:
-            text = "the device's memory is exhausted; send fewer tokens, or end other clients"
-            future.set_exception(RunnerError(f"{text}: {str(error).splitlines()[0]}"))
+            future.set_exception(_memory_error(error))
             if self._peers.size > 1:  # the other ranks wait for this one in the middle of the pass
                 raise
         except RunnerError as error:
@@ -130,6 +142,11 @@ class Leader:
             future.set_exception(error)
             if self._peers.size > 1:  # the other ranks may have done it, or wait
                 raise
+
+
+def _memory_error(error: torch.OutOfMemoryError) -> RunnerError:
+    text = "the device's memory is exhausted; send fewer tokens, or end other clients"
+    return RunnerError(f"{text}: {str(error).splitlines()[0]}")
 
 
 def follow(service: TrainingService, world: ParallelContext) -> None:

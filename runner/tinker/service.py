@@ -287,6 +287,13 @@ class TrainingService:
             seeded = replace(params, seed=derive_seed(params.seed, "sample", number))
             self._engine.submit(GenerationRequest(f"{request.id}#{number}", request.prompt_ids, seeded))
 
+    def drop_samples(self) -> None:
+        """Give up every request and free what it has on the device, as after an error there."""
+        self._engine.close()
+        self._own.clear()
+        self._running.clear()
+        self._dropped.clear()
+
     def load_sampler(self, key: str, source: CheckpointPath) -> None:
         """Put a checkpoint's adapter on the device under the name `key`, in place of one that has this name.
 

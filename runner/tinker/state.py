@@ -67,6 +67,11 @@ class BaseModel:
     limits: ModelLimits
     alpha: float
 
+    @property
+    def loadable_name(self) -> str:
+        """The name from which the SDK loads a tokenizer: it drops the last part of a name with two slashes."""
+        return f"/{self.name}" if self.name.startswith("/") and self.name.count("/") == 2 else self.name
+
     def check_name(self, name: str) -> None:
         """Raise DataError for another model's name; the last part of a path or hub id is enough."""
         own = {one.lower().rpartition("/")[2] for one in (self.name, *self.aliases)}

@@ -97,8 +97,9 @@ def create_model(state: ServerState, body: Json, owner: str) -> Json:
 def get_info(state: ServerState, body: Json, owner: str) -> Json:
     """Describe a training client."""
     record, base = state.training_client(body["model_id"], owner).record, state.base
-    data = {"arch": base.architecture, "model_name": base.name, "tokenizer_id": base.name}
-    about = {"model_id": record.model_id, "model_name": base.name, "model_data": data}
+    name = base.loadable_name
+    data = {"arch": base.architecture, "model_name": name, "tokenizer_id": base.name}
+    about = {"model_id": record.model_id, "model_name": name, "model_data": data}
     return {**about, "type": "get_info", "is_lora": True, "lora_rank": record.lora.rank}
 
 

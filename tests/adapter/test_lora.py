@@ -335,3 +335,12 @@ def test_all_linear_leaves_out_what_no_adapter_can_be_at_and_says_so(kind: str) 
     data = batch()
     model.linear_loss(data, data.tokens["weight"])[0].backward()
     assert all(p.grad is not None for p in model.trainable().values())
+
+
+def test_experts_of_a_base_that_clients_share_are_not_adapted_and_that_is_said() -> None:
+    decide = Decisions()
+    lora.prepare_shared_base(LoraConfig(), causal("qwen3_moe"), decide=decide)
+    assert any("all but experts and routers" in str(one) for one in decide.entries)
+    decide = Decisions()
+    lora.prepare_shared_base(LoraConfig(), causal("qwen3"), decide=decide)
+    assert not decide.entries

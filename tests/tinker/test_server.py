@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from runner.cli.main import main
-from runner.core.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem, TrainingDiverged
 from runner.tinker import requests
 from runner.tinker.checkpoints import CheckpointPath
 from runner.tinker.messages import MESSAGES, Datum
 from runner.tinker.server import BuiltServer, read_keys
+from runner.tinker.state import BaseModel
 from tests.tinker.servers import Client, Records, encode_pass, running, supervised
 
 Server = tuple[str, Records, BuiltServer]
@@ -72,6 +74,34 @@ def test_a_client_trains_saves_and_samples(server: Server, client: Client) -> No
     assert "another loss than stable_reinforce" in sample(client, sampler, 2, record_stability_info=True)["error"]
     steps = [metrics for owner, metrics in server[1].steps if owner == model_id]
     assert len(steps) == 4 and steps[0]["grad_norm:mean"] > 0
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("2 GiB"), TrainingDiverged("not finite")], ids=["memory", "nan"]
+)
+def test_sampling_that_the_device_refuses_fails_alone(
+    error: Exception, server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = client.session()
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    sampler = client.post("create_sampling_session", body)["sampling_session_id"]
+    engine = server[2].service._engine
+
+    def fail() -> Any:
+        monkeypatch.undo()
+        raise error
+
+    monkeypatch.setattr(engine, "step", fail)
+    assert str(error) in sample(client, sampler, 0)["error"]
+    assert len(sample(client, sampler, 1)["sequences"]) == 1
+
+
+def test_a_base_in_a_folder_below_the_root_has_a_name_that_the_sdk_keeps_whole() -> None:
+    limits: Any = None
+    names = {
+        name: BaseModel(name, (), "", limits, 1.0).loadable_name for name in ("/models/a", "/a/b/c", "Qwen/a", "/a")
+    }
+    assert names == {"/models/a": "//models/a", "/a/b/c": "/a/b/c", "Qwen/a": "Qwen/a", "/a": "/a"}
 
 
 def sample(client: Client, sampler: str, seq_id: int, **more: Any) -> Any:
