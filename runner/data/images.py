@@ -59,6 +59,9 @@ def place_images(row: Row, chat: bool, media_root: str | None) -> Row:
         raise RowError("images beside plain text; give the first row a column images too, an empty list if it has none")
     sources = [_source(one, _folder(row, media_root)) for one in listed]
     messages = {name: _as_messages(name, value) for name, value in conversations.items()}
+    asked = [message for some in messages.values() for message in some if message.get("role") == "user"]
+    if has_none and any(map(_num_places, asked)):
+        raise RowError(f"a message has {MARK}, but the row has no image; add the image, or leave the mark out")
     if listed and not any(_num_places(m) for some in messages.values() for m in some):
         messages = _put_first(messages, len(sources))
     prompt = _Placing(sources, row, media_root)

@@ -54,6 +54,10 @@ class ImageProcessor:
             "processor_class": type(self._processor).__name__,
         }
         (folder / "preprocessor_config.json").write_text(json.dumps(content, indent=2) + "\n")
+        whole = folder / "processor_config.json"  # where transformers 5 keeps them, and reads them first
+        found = json.loads(whole.read_text()) if whole.is_file() else {}
+        if "image_processor" in found:
+            whole.write_text(json.dumps({**found, "image_processor": content}, indent=2) + "\n")
 
     def process(self, image: Image, *, several: bool = False) -> ProcessedImage:
         """One image; several: whether its row has others (LLaVA-OneVision then takes it without its parts).

@@ -263,6 +263,16 @@ def test_kept_images_that_no_job_has_used_for_long_are_removed(
     assert Path(new.path).stat().st_mtime_ns == new.mtime_ns, "or its rows would be tokenized again"
 
 
+def test_a_place_for_an_image_that_is_missing_is_an_error(
+    reading: Any, pictures: dict[str, bytes], tmp_path: Path, jsonl: Any
+) -> None:
+    rows = [{"messages": chat("<image>what", "a"), "images": images} for images in (["a.png"], [])]
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: a message has <image>, but the row has no image"):
+        data(reading, tmp_path, path=jsonl(rows))
+    rows = [{"messages": chat("what", "<image>"), "images": []}]
+    assert len(data(reading, tmp_path, path=jsonl(rows))) == 1
+
+
 def test_a_model_of_text_says_what_to_type(
     tokenizer: Any, pictures: dict[str, bytes], tmp_path: Path, jsonl: Any
 ) -> None:

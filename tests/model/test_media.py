@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,20 @@ def test_limits_of_pixels(pictures: list[str], tmp_path: Path) -> None:
     assert count("qwen2_5_vl", max_pixels=256) < count("qwen2_5_vl") < count("qwen2_5_vl", min_pixels=1024)
     with pytest.raises(SpecError, match=r"data\.max_pixels: Gemma3ImageProcessorPil does not size images by"):
         count("gemma3", max_pixels=256)
+
+
+def test_limits_of_pixels_are_saved_where_transformers_5_keeps_them(pictures: list[str], tmp_path: Path) -> None:
+    folder = write_folder("qwen2_5_vl", tmp_path / "model")
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    whole = folder / "processor_config.json"
+    whole.write_text(json.dumps({**json.loads(whole.read_text()), "image_processor": settings}))
+    config = HfConfig(path=str(folder))
+    tokenizer = hf.tokenizer(config)
+    reader = hf.image_reader(config, tokenizer, max_pixels=256)
+    count = reader.add(pictures[1], several=False)[1].count
+    reader.save(folder)
+    again = hf.image_reader(config, tokenizer).add(pictures[1], several=False)[1].count
+    assert again == count
 
 
 def test_a_cut_goes_through_no_image() -> None:
