@@ -88,7 +88,7 @@ def _cache_key(spec: JobSpec, policy: GenerativeModel, origin: Mapping[str, str]
         "types": (spec.model.compute_dtype, spec.stored_dtype()),
         "device": {k: v for k, v in device.describe().items() if k not in IGNORED_DEVICE_KEYS},
         "kernels": spec.device.model_dump(mode="json", exclude=IGNORED_DEVICE_KEYS),
-        **options,
+        **({"model_options": options} if options else {}),
     }
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

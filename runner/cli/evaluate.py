@@ -16,7 +16,7 @@ from runner.cli.overrides import TRUST
 from runner.core.errors import Interrupted
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.user_files import with_copied_files
-from runner.spec.evaluation import AnswersConfig, EvaluationSet
+from runner.spec.evaluation import HELD_OUT, AnswersConfig, EvaluationSet
 from runner.spec.job import JobSpec
 
 # The sections whose options can be set; a model brings everything else.
@@ -50,9 +50,9 @@ def run(args: Namespace) -> int:
     resolved = spec.evaluation.with_resolved_source(resolve_model_path)
     sets = [_with_options(one, args) for one in resolved.decoded_sets()]
     base = spec
-    _refuse_unused(words, [one.name for one in sets])
     if not sets:
         base, sets = _of_first_run(sources, spec, args, words)
+    _refuse_unused(words, [one.name for one in sets])
     from runner.tools import evaluate
 
     try:
@@ -65,13 +65,13 @@ def run(args: Namespace) -> int:
 
 
 def _refuse_unused(words: Sequence[str], names: Sequence[str]) -> None:
-    """Raise UsageError for an option of `evaluation` that changes nothing; names: of the typed sets."""
+    """Raise UsageError for an option of `evaluation` that changes nothing; names: of the sets."""
     answers = AnswersConfig.model_fields.keys()
     for word in words:
         group, _, option = word.lstrip("+").partition("=")[0].partition(".")
         if group != "evaluation" or not option or option.split(".")[0] in ("sets", "batch_size"):
             continue
-        if names and option in answers:
+        if HELD_OUT not in names and option in answers:
             text = f"it applies only to a run's held-out rows; for a set, type evaluation.sets.{names[0]}.{option}=…"
             raise UsageError(f"run eval: {word} changes nothing: {text}")
         if option not in answers:

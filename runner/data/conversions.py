@@ -95,7 +95,8 @@ def _columns(dialogue: Dialogue, rest: Mapping[str, Any], reading: Reading) -> d
     if reading == "pairs":
         if messages and messages[-1]["role"] == "assistant":
             text = "the last turn is an answer, and so are chosen and rejected; leave it out"
-            raise RowError(f"{text}, or rename its column: data.rename_columns={{output: reference}}")
+            column = next((name for name in ("output", "response") if name in dialogue.used), None)
+            raise RowError(text + (f", or type data.rename_columns={{{column}: reference}}" if column else ""))
         return {"prompt": messages, **{name: _answer(rest[name], name) for name in BESIDE["pairs"] if name in rest}}
     answered = bool(messages) and messages[-1]["role"] == "assistant"
     prompt, last = (messages[:-1], messages[-1]) if answered else (messages, None)

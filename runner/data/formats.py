@@ -309,7 +309,7 @@ def _has_implicit_prompt(value: Mapping[str, Any], found: Format) -> bool:
         found.chat
         and found.columns == ("chosen", "rejected")
         and not others
-        and any(turn.get("role") != "assistant" for turn in value["chosen"][:1])
+        and any(turn.get("role") in ("system", "developer", "user") for turn in value["chosen"][:1])
     )
 
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 ReadKeys = Callable[[], set[int]]
 
 
+ASSISTANT = "\n\nAssistant:"  # of hh-rlhf: what both texts have after it is of their answers
+
+
 def row_key(form: Format, row: Row, group: str | None = None) -> int:
     """64 bits of the sha256 of what decides the row's side. Raises RowError for a row without a group."""
     if group is None:
@@ -50,7 +53,9 @@ def _common_prefix(chosen: Any, rejected: Any) -> Any:
     if is_messages(chosen) and is_messages(rejected):
         return chosen[: count_common_messages(chosen, rejected)]
     if isinstance(chosen, str) and isinstance(rejected, str):
-        return chosen[: count_common_characters(chosen, rejected)]
+        text = chosen[: count_common_characters(chosen, rejected)]
+        before, marker, _ = text.rpartition(ASSISTANT)
+        return before + marker or text
     return [chosen, rejected]
 
 

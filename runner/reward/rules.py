@@ -84,16 +84,18 @@ def _search(pattern: str, text: str, search: Callable[[Any], Any]) -> Any:
 def last_code_block(text: str) -> str | None:
     """The last closed block tagged as Python, or else without a tag, after </think>; None without one.
 
-    Departures from CommonMark: text may precede an opening fence (`<answer>```python`), and a fence with a tag begins
-    a block even where the last one was not closed.
+    Departures from CommonMark: text may precede an opening fence (`<answer>```python`), code a closing one that ends
+    its line, and a fence with a tag begins a block even where the last one was not closed.
     """
     found: dict[bool, str] = {}  # by whether the block is tagged as Python
     fence, tag, indent, lines = "", "", "", list[str]()
     for line in text.rpartition("</think>")[2].split("\n"):
         mark = FENCE.fullmatch(line)
-        if mark is None or (fence and (mark[1].strip() or len(mark[2]) < len(fence))):
+        is_code = mark is not None and mark[1].strip() and not line.rstrip().endswith(mark[2])
+        if mark is None or (fence and (is_code or len(mark[2]) < len(fence))):
             lines.append(line.removeprefix(indent))
         elif fence and not mark[3]:
+            lines += [mark[1].removeprefix(indent)] if mark[1].strip() else []
             if not tag or PYTHON.fullmatch(tag):
                 found[bool(tag)] = "\n".join(lines)
             fence = ""

@@ -61,6 +61,9 @@ class EvaluationSetConfig(AnswersConfig):
     )
 
 
+HELD_OUT = "held_out"  # the set of a run's own held-out rows
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationSet:
     """A decoded set: its options, and its own components by group."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -27,7 +28,8 @@ from runner.inference.model_source import LoadedModel, ModelSource, load_source,
 from runner.interfaces import TokenizedExample
 from runner.run_dir.folder import OUTPUTS, RunFolder, display_path, make_unique, write_atomic
 from runner.run_dir.manifest import LIBRARIES
-from runner.spec.evaluation import EvaluationSet, EvaluationSetConfig, without_bounds
+from runner.spec.base import ComponentConfig
+from runner.spec.evaluation import HELD_OUT, EvaluationSet, EvaluationSetConfig, without_bounds
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tools.report.page import Page, TableRow
@@ -35,7 +37,6 @@ from runner.tools.report.samples_grid import answers_table
 from runner.tracker.console import interval_text
 from runner.tracker.text import align_columns, labeled_line, print_text
 
-HELD_OUT = "held_out"  # the set of a run's own held-out rows
 PROGRESS_S = 10.0  # seconds between lines that count answers
 Values = dict[str, float]
 
@@ -315,8 +316,16 @@ def set_definition(one: EvaluationSet, result: SetResult) -> dict[str, Any]:
     from runner.data.tokenization import digest
 
     options = one.options.model_dump(mode="json", exclude={"data", "reward", "environment", "limit"})
-    names = {group: config.name for group, config in one.components.items() if group != "data"}
+    names = {group: _definition(config) for group, config in one.components.items() if group != "data"}
     return {"questions": len(result.scores), "question_digest": digest(sorted(result.scores))[:12], **options, **names}
+
+
+def _definition(config: ComponentConfig) -> str:
+    """A component's name, and a digest of its options, without the folders of files."""
+    from runner.data.tokenization import digest
+
+    options = re.sub(r'"/[^"]*/', '"', config.model_dump_json())
+    return f"{config.name} ({digest(options)[:8]})"
 
 
 def append_evaluation(source: ModelSource, record: Mapping[str, Any]) -> None:

@@ -174,6 +174,7 @@ def test_what_the_device_computes_with_is_in_the_key_and_what_moves_the_last_bit
         key_of("device=cuda", "adapter=lora", "model.quantization=int8"),
         key_of("device=cuda", "model.head_dtype=float32"),
         key_of("device=cuda", "model.kernels=liger"),
+        key_of("device=cuda", "model.kernels=liger", "device.tf32=false"),
     ]
     assert len({one, *others}) == 1 + len(others)
     assert key_of("device=cpu", "device.threads=2") == key_of("device=cpu")

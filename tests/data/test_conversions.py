@@ -96,7 +96,14 @@ def test_bare_tool_schemas_are_wrapped_as_chat_templates_read_them(outside: dict
 @pytest.mark.parametrize("row", [ALPACA, SHAREGPT], ids=["Alpaca", "ShareGPT"])
 def test_an_answer_beside_those_of_a_pair_is_no_part_of_its_prompt(row: dict[str, Any]) -> None:
     pair, _, message = check("pairs", {**row, "chosen": "4", "rejected": "5"})
-    assert pair == [] and "the last turn is an answer, and so are chosen and rejected" in message
+    assert pair == [] and "the last turn is an answer, and so are chosen and rejected; leave it out" in message
+    assert ("data.rename_columns={output: reference}" in message) == (row is ALPACA)
+
+
+def test_answers_in_sharegpts_spelling_are_read_beside_an_instruction() -> None:
+    answers = {side: [{"from": "gpt", "value": side}] for side in ("chosen", "rejected")}
+    [pair], _, message = check("pairs", {"instruction": "q", **answers})
+    assert (message, list(pair.answers[0].messages)) == ("", chat("q", "chosen"))
 
 
 @pytest.mark.parametrize("asked", ["question", "instruction", "query"])

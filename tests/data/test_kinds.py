@@ -368,14 +368,15 @@ def test_holdout_splits_every_row_to_one_side_and_no_prompt_to_both(
 def test_holdout_keeps_pairs_of_one_prompt_together(form: str, tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     def pair(i: int, j: int) -> dict[str, Any]:
         if form == "text":
-            return {side: f"Human: q{i}?\n\nAssistant: {side}{j}" for side in ("chosen", "rejected")}
+            same = "I " * (j % 2)  # both answers may begin alike
+            return {side: f"Human: q{i}?\n\nAssistant: {same}{side}{j}" for side in ("chosen", "rejected")}
         sides = {side: chat(f"q{i}?", f"{side}{j}") for side in ("chosen", "rejected")}
         return sides | ({"prompt": f"q{i}?"} if form == "UltraFeedback" else {})
 
     path = jsonl([pair(i, j) for i in range(5) for j in range(6)])
     found = data(tokenizer, tmp_path, "pairs", path=path, holdout=0.4, max_eval_examples=None)
     assert found.evaluation is not None and (len(found), len(found.evaluation)) == (18, 12)
-    training = {item.prompt for item in found.take(0, 18)}
+    training = {item.prompt for item in found.take(0, len(found))}
     assert not training & {item.prompt for item in found.held_out_items()}
     path = jsonl([pair(i, 0) for i in range(4)] + [{"chosen": [], "rejected": [{"content": "x"}]}])
     if form == "conversations":

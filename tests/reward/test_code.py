@@ -74,6 +74,7 @@ def block(code: str) -> str:
         ("<think>\n```python\nx\n```\nor\n```python\n</think>\n```\ny\n```", "y"),
         ("Use ```x``` or ``y``:\n```\nx\n```", "x"),
         ("Wrap it in ```.\n```python\nx\n```", "x"),
+        ("```python\n  x\n  y```\nDone", "  x\n  y"),
         ("```python\n```", ""),
         ("```bash\nls\n```", None),
         ("```python\nx", None),

@@ -27,11 +27,13 @@ from runner.interfaces import Request, Rollout, TokenizedExample
 from runner.spec.evaluation import EvaluationConfig
 from runner.spec.registry import default_registry
 from runner.tools.evaluate import (
+    SetResult,
     _item_logprobs,
     _tensors,
     append_evaluation,
     paired_difference,
     question_scores,
+    set_definition,
     sets_of_run,
     unique_keys,
 )
@@ -84,6 +86,15 @@ def test_rows_with_branches_have_the_loss_of_training() -> None:
 def test_a_run_that_held_nothing_out_is_told_to_name_sets() -> None:
     with pytest.raises(SpecError, match=r"type '\+evaluation=\[gsm8k\]', or '\+evaluation\.sets\.NAME=\{data: "):
         sets_of_run(compose_job(["model=tiny", "data=file", "data.path=a.jsonl", "steps=2", "evaluation.every=0"]).spec)
+
+
+def test_a_set_is_defined_by_the_options_of_its_reward() -> None:
+    found = []
+    for tolerance in (0.1, 0.1, 1.0):
+        word = f"evaluation.sets.a={{data: {{name: demo}}, reward: {{name: numeric, tolerance: {tolerance}}}}}"
+        [one] = compose_job([word]).spec.evaluation.decoded_sets()
+        found.append(set_definition(one, SetResult({}, {}, []))["reward"])
+    assert found[0] == found[1] != found[2] and found[0].startswith("numeric (")
 
 
 def test_held_out_preferences_of_files_are_left_out_beside_named_sets(capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,7 +156,8 @@ class PolicyOptimization:
         return batch
 
     def _why_no_episode(self, experience: Experience) -> str:
-        if not any(one.finish == "length" for group in experience.groups for one in group.samples):
+        finishes = [one.finish for group in experience.groups for one in group.samples]
+        if finishes.count("length") <= len(finishes) // 2:
             return "every episode of the step failed\n  fix the environment"
         text = f"the sampler has room for {self.collector.sampler.max_model_len} tokens; prompts and tools fill it"
         advice = "raise sampler.max_model_len (sampler=vllm), lower data.max_length, or shorten the tool schemas"
