@@ -97,12 +97,12 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         (
             "trl sft --packing true --max_length 8192 --per_device_train_batch_size 1 --gradient_accumulation_steps 8",
             [
-                "N = 1 × gradient_accumulation_steps × launch.devices × data.max_length / tokens_per_row (a row",
-                "N = 8 × per_device_train_batch_size × launch.devices × data.max_length / tokens_per_row (a row",
+                "N = 1 × gradient_accumulation_steps × launch.devices × data.max_length / tokens_per_row (there a row",
+                "N = 8 × per_device_train_batch_size × launch.devices × data.max_length / tokens_per_row (there a row",
             ],
         ),
         ("sft --padding_free true --per_device_train_batch_size 4", ["type algorithm.batch_size=4 (rows of a step"]),
-        ("megatron sft --packing --global_batch_size 16", ["N = 16 × data.max_length / tokens_per_row (a row of"]),
+        ("megatron sft --packing --global_batch_size 16", ["N = 16 × data.max_length / tokens_per_row (there a row"]),
         (
             "trl rloo --beta 0.05",
             ["--beta: type algorithm.kl_estimator=k1 algorithm.kl_in=reward algorithm.kl_coef=0.05\n"],
