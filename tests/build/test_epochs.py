@@ -33,7 +33,9 @@ def test_a_schedule_is_checked_against_the_steps_that_the_epochs_come_to() -> No
 
 
 def test_epochs_and_steps_together_and_epochs_of_a_weighted_mixture_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"steps: 5, but epochs=2 decides \(set by: command line\); leave one of them out"):
+    with pytest.raises(
+        SpecError, match=r"steps: 5, but epochs=2 decides \(set by: command line\); leave one of them out"
+    ):
         compose_job(["epochs=2", "steps=5"])
     compose_job(["+recipe=sft_demo", "epochs=2"])  # whose steps are its file's
     mixture = ["data=file", "data.path=[a,b]", "data.mixture_weights=[1,1]"]
