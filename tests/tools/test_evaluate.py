@@ -131,7 +131,7 @@ def test_models_are_compared_and_run_report_and_run_diff_show_it(work: Path) -> 
     assert record["limit"] == 6 and record["data"]["task"] == "format"
     assert all(one["questions"] == 6 and "difference_ci_low" in one for one in record["differences"].values())
     measured = json.loads((work / "outputs/latest/evaluations.jsonl").read_text().splitlines()[-1])["sets"]["format"]
-    assert (measured["questions"], measured["samples"], measured["reward"]) == (6, 2, "exact")
+    assert (measured["questions"], measured["samples"]) == (6, 2) and measured["reward"].startswith("exact (")
     again = command.run(*words[:-1], "3", cwd=work)
     assert again.count("6 new completions, 12 cached") == 4, "the third answer to each question"
     page = (max((work / "outputs/eval").glob("2*")) / "report.html").read_text()
