@@ -38,7 +38,7 @@ class ChatAnswer:
     _held: str = ""
     _is_first: bool = True  # no content yet: reasoning, and calls that are whole turns, stand only there
     _block: str | None = None  # the text of a block of calls that has begun
-    _mark: str = ""  # that began it, where it is no part of it
+    _opening: str = ""  # the marker that began it, if it is no part of the block
     _skips_newlines: bool = False  # a marker has just ended
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class ChatAnswer:
         if part == "reasoning":
             self.is_thinking = False
         else:
-            self._mark, self._block = ("", mark) if mark in markers[1:] else (mark, "")
+            self._opening, self._block = ("", mark) if mark in markers[1:] else (mark, "")
         return True
 
     def _without_newlines(self, text: str) -> str:
@@ -136,7 +136,7 @@ class ChatAnswer:
             return
         self.errors.append(error)
         head, mark, rest = block.partition(self.format.closes) if self.format.closes else (block, "", "")
-        found.append(("content", self._mark + head + mark))
+        found.append(("content", self._opening + head + mark))
         found += self.push(rest)
 
     def _read(self, block: str, found: list[tuple[Part, str]]) -> str | None:

@@ -24,20 +24,20 @@ def check_shared_chat(source: ModelSource, trust_remote_code: bool, base_name: s
     base_name: by which requests choose the base; a line says that it is rendered with another template. Raises
     EnvironmentProblem where adapters differ.
     """
-    own = [adapter.path for adapter in source.adapters if has_tokenizer(adapter.path)]
-    if not own:
+    folders = [adapter.path for adapter in source.adapters if has_tokenizer(adapter.path)]
+    if not folders:
         return None
     base = fetch_source(source).path
-    loaded = load_tokenizer(own[0], trust_remote_code)
+    loaded = load_tokenizer(folders[0], trust_remote_code)
     for adapter in source.adapters:
-        check_chat(loaded, adapter.path, base, trust_remote_code, f"the adapter {own[0]}")
+        check_chat(loaded, adapter.path, base, trust_remote_code, f"the adapter {folders[0]}")
     if Path(base).is_dir() and not has_tokenizer(base):
-        return own[0]
-    if not (said := _difference(loaded, load_tokenizer(base, trust_remote_code))):
+        return folders[0]
+    if not (difference := _difference(loaded, load_tokenizer(base, trust_remote_code))):
         return None
     if base_name is not None:
-        print(f"requests to {base_name}, the base, get the {said} of its adapters, which differs", file=sys.stderr)
-    return own[0]
+        print(f"the base {base_name} is served with the {difference} of its adapters, which differs", file=sys.stderr)
+    return folders[0]
 
 
 def check_chat(
@@ -48,9 +48,9 @@ def check_chat(
     base: whose tokenizer an adapter without one uses, None = `loaded`. Raises EnvironmentProblem where they differ.
     """
     path = folder if has_tokenizer(folder) else base
-    if path is not None and (said := _difference(loaded, load_tokenizer(path, trust_remote_code))):
+    if path is not None and (difference := _difference(loaded, load_tokenizer(path, trust_remote_code))):
         raise EnvironmentProblem(
-            f"the adapter {folder} has another {said} than {whose}, and adapters that are served together share one\n"
+            f"the adapter {folder} has another {difference} than {whose}; adapters served together share one\n"
             f"  serve it alone: run serve {folder}\n  or merge it: run export {folder} --merge --out FOLDER"
         )
 

@@ -83,14 +83,14 @@ def staged_folder(target: Path, remedy: str = "; free space or fix the disk") ->
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield staging
-            open_to_readers(staging)
+            _open_to_readers(staging)
             replace_folder(staging, target)
         finally:
             if staging.exists():
                 shutil.rmtree(staging)
 
 
-def open_to_readers(staging: Path) -> None:
+def _open_to_readers(staging: Path) -> None:
     """Give every file the mode of the user's umask: safetensors writes files that only the owner can read."""
     mode = (staging / MODEL_CARD).stat().st_mode
     for path in staging.iterdir():

@@ -5,8 +5,6 @@ export/ ─llmcompressor_guest.py─▶ .export-w8a8.<hex>/ ─ answers compared
 
 from __future__ import annotations
 
-import secrets
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -15,9 +13,8 @@ from pathlib import Path
 import torch
 
 from runner.core.errors import EnvironmentProblem
-from runner.core.fsync_io import replace_folder
 from runner.interfaces import GenerativeModel, TrainableModel, as_generative
-from runner.launch.export import open_to_readers
+from runner.launch.export import staged_folder
 from runner.launch.export_check import check_quantized
 from runner.model.model_folder import MODEL_CARD
 from runner.run_dir.manifest import PromptStyle
@@ -49,20 +46,15 @@ def write_quantized_export(
     answers; an earlier folder is then unchanged.
     """
     target = folder.with_name(f"{folder.name}-{scheme}")
-    staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
+    with staged_folder(target) as new:
         with tempfile.TemporaryDirectory() as logs:  # which llmcompressor writes where it runs
-            words = (python, "-P", GUEST, folder.absolute(), staging.absolute(), scheme, torch.get_num_threads())
+            words = (python, "-P", GUEST, folder.absolute(), new.absolute(), scheme, torch.get_num_threads())
             done = subprocess.run([*map(str, words)], cwd=logs, capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise EnvironmentProblem(f"--quantize {scheme}: {python} failed: {last}")
-        found = check_quantized(model, staging, prompts, style, python, LARGEST_DIFF[scheme])
+        found = check_quantized(model, new, prompts, style, python, LARGEST_DIFF[scheme])
         card = (folder / MODEL_CARD).read_text(encoding="utf-8").partition("## Check\n")[0]
         text = f"{card}## Check\n\nQuantized to {scheme} by llmcompressor and compared with the run: {found}.\n"
-        (staging / MODEL_CARD).write_text(text, encoding="utf-8")
-        open_to_readers(staging)
-        replace_folder(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        (new / MODEL_CARD).write_text(text, encoding="utf-8")
     return target, found

@@ -249,7 +249,7 @@ def test_adapters_with_another_chat_template_are_refused(tmp_path: Path, capsys:
     load(equal, bare)._load_adapter("more", equal)
     assert not capsys.readouterr().err
     host = load(one)
-    assert "requests to base, the base, get the chat template of its adapters" in capsys.readouterr().err
+    assert "the base base is served with the chat template of its adapters" in capsys.readouterr().err
     for folder in (other, bare):
         with pytest.raises(EnvironmentProblem, match="another chat template than the served model"):
             host._load_adapter("more", folder)

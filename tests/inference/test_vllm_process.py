@@ -156,7 +156,7 @@ def test_vllm_gets_the_chat_template_and_end_tokens_of_adapters(
     plain = ["--generation-config", "vllm"]
     assert found() == found("equal") == found("without") == plain and not capsys.readouterr().err
     assert found("other") == ["--tokenizer", other, *plain]
-    assert "requests to other-base, the base, get the chat template of its adapters" in capsys.readouterr().err
+    assert "the base other-base is served with the chat template of its adapters" in capsys.readouterr().err
     with pytest.raises(EnvironmentProblem, match="another chat template"):
         found("equal", "other")
     assert not (tmp_path / "vllm-x").exists()
