@@ -24,16 +24,10 @@ from runner.sweep.job import FAILED
 from runner.sweep.plan import JobPlan, JobState, Plan, Ranking, SweepFolder, SweepState
 from runner.tools.report.run_facts import PREFERRED, Series
 from runner.tools.report.run_facts import read_metrics as read_series
+from runner.trainer.evaluation_metrics import t_quantile
 
 SEED = "seed"
 INTERVAL = "mean ± 95 % interval of the mean (Student's t)"
-# Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom; beyond, the normal's.
-T95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
-    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-NORMAL95 = 1.96
 CHUNK_BYTES = 1 << 20
 
 
@@ -278,8 +272,7 @@ def mean_with_interval(values: Sequence[float]) -> Mean:
     count, middle = len(values), statistics.fmean(values)
     if count == 1:
         return Mean(middle, None)
-    quantile = T95[count - 2] if count - 2 < len(T95) else NORMAL95
-    return Mean(middle, quantile * statistics.stdev(values) / math.sqrt(count))
+    return Mean(middle, t_quantile(count - 1) * statistics.stdev(values) / math.sqrt(count))
 
 
 def _aggregate(varied: Mapping[str, str], rows: Sequence[Result]) -> SeedAggregate | None:
