@@ -57,10 +57,8 @@ class ChatAnswer:
         found: list[tuple[Part, str]] = []
         while self._block is not None:
             self._end_block(found)
-        rest, self._held = self._held, ""
-        part: Part = "reasoning" if self.is_thinking else "content"
-        if rest.strip("\n") or (rest and not self._skips_newlines):
-            found.append((part, rest))
+        rest, self._held = self._without_newlines(self._held), ""
+        found.append(("reasoning" if self.is_thinking else "content", rest))
         return [(part, piece) for part, piece in found if piece]
 
     def _step(self, found: list[tuple[Part, str]]) -> bool:
@@ -74,10 +72,10 @@ class ChatAnswer:
             whole = self.format.opens if self.format and self.format.is_whole_turn else ()
             if any(marker.startswith(start) for marker in (THINK, *whole) if len(start) < len(marker)):
                 return False  # too short to tell
-            self._is_first = False
             if start.startswith(THINK):
                 self._held, self.is_thinking, self._skips_newlines = start.removeprefix(THINK), True, True
                 return True
+            self._is_first = False
             if start.startswith(whole) and whole:
                 self._block, self._held = start, ""
                 return False
