@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runner.core.tool_formats import Part, ToolCall, ToolFormat, Tools
+from runner.core.tool_formats import Part, ToolCall, ToolFormat, Tools, harmony_messages
 
 THINK, END_THINK = "<think>", "</think>"
 
@@ -127,9 +127,18 @@ class ChatAnswer:
         return False
 
     def _end_block(self, found: list[tuple[Part, str]]) -> None:
-        """The turn ends in a block: it is read as it is, or else its text up to the first mark is content."""
+        """The turn ends in a block: it is read as it is, or else its text up to the first mark is content.
+
+        Of a turn with channels, only the messages that cannot be read are content.
+        """
         assert self.format is not None and self._block is not None
         block, self._block = self._block, None
+        if self.format.has_channels:
+            for message in harmony_messages(block):
+                if (error := self._read(message, found)) is not None:
+                    self.errors.append(error)
+                    found.append(("content", message))
+            return
         if (error := self._read(block, found)) is None:
             return
         self.errors.append(error)

@@ -43,7 +43,8 @@ class ToolFormat:
     read: the calls of a block, or its texts too. Raises ValueError for anything else.
     bare: what begins a block, and belongs to it, where the model left out `opens`
     is_whole_turn: a turn that begins with one of `opens` is one block, which includes that
-    special: texts that may be special tokens; has_channels: turns without a call are read by it, too
+    special: texts that may be special tokens
+    has_channels: a block is a turn of `harmony_messages`, each read alone; turns without a call are read, too
     """
 
     name: str
@@ -164,23 +165,23 @@ def _typed_value(text: str, schema: Mapping[str, Any]) -> Any:
     return text if isinstance(value, str) else value
 
 
-HARMONY = re.compile(
-    r"(?:<\|start\|>assistant)?((?:(?!<\|message\|>).)*)<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
-    re.DOTALL,
-)
+MESSAGE_END = re.compile(r"<\|(?:end|call|return)\|>(?:<\|start\|>assistant)?")
+CUT_HEADER = re.compile(r"\s*(?:<\|(?:start|channel|constrain)\|>\w*\s*)*")  # of a message without a recipient
 
 
-def _gpt_oss(text: str, _: Tools) -> list[Piece]:
-    """Messages, each with a channel or a recipient in its header."""
-    if HARMONY.sub("", text).strip():
+def harmony_messages(turn: str) -> list[str]:
+    """The messages of a turn; one that was cut before its text is left out, as by openai-harmony."""
+    return [one for one in MESSAGE_END.split(turn) if not CUT_HEADER.fullmatch(one)]
+
+
+def _gpt_oss(message: str, _: Tools) -> list[Piece]:
+    """A message, with a channel or a recipient in its header."""
+    header, mark, body = message.partition("<|message|>")
+    if not mark:
         raise ValueError("expected <|channel|>…<|message|>…")
-    pieces = list[Piece]()
-    for header, body in HARMONY.findall(text):
-        if recipient := re.search(r"to=functions\.([^\s<]+)", header):
-            pieces.append(ToolCall(recipient[1], _arguments(body)))
-        else:
-            pieces.append(("reasoning" if "<|channel|>analysis" in header else "content", body))
-    return pieces
+    if recipient := re.search(r"to=functions\.([^\s<]+)", header):
+        return [ToolCall(recipient[1], _arguments(body))]
+    return [("reasoning" if "<|channel|>analysis" in header else "content", body)]
 
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"

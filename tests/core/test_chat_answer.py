@@ -22,6 +22,9 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
 MADE = ToolCall("f", {"x": "é"})
 XML = "<function=f>\n<parameter=x>\né\n</parameter>\n</function>"
 JSON_CALL = '{"name": "f", "parameters": {"x": "é"}}'
+ANALYSIS = "<|channel|>analysis<|message|>hm<|end|>"
+HARMONY_HEADER = "<|channel|>commentary to=functions.f <|constrain|>json"
+HARMONY_CALL = f'<|start|>assistant{HARMONY_HEADER}<|message|>{{"x": "é"}}<|call|>'
 
 
 def read(
@@ -78,16 +81,13 @@ CASES = {
         "",
         [MADE],
     ),
-    (
-        "gpt_oss",
-        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.f "
-        '<|constrain|>json<|message|>{"x": "é"}<|call|>',
-    ): ("hm", "", [MADE]),
-    ("gpt_oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes"): (
-        "hm",
-        "yes",
-        [],
-    ),
+    ("gpt_oss", f"{ANALYSIS}{HARMONY_CALL}"): ("hm", "", [MADE]),
+    ("gpt_oss", f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>yes"): ("hm", "yes", []),
+    ("gpt_oss", f"{ANALYSIS}{HARMONY_CALL}<|start|>assistant<|channel|>final<|message|>ye"): ("hm", "ye", [MADE]),
+    ("gpt_oss", f"{ANALYSIS}{HARMONY_CALL}<|start|>assistant<|channel|>fin"): ("hm", "", [MADE]),
+    ("gpt_oss", f"{ANALYSIS}<|start|>"): ("hm", "", []),
+    ("gpt_oss", "<|channel|>analysis<|message|>h"): ("h", "", []),
+    ("gpt_oss", "<|channel|>ana"): ("", "", []),
 }
 
 
@@ -112,6 +112,14 @@ def test_a_turn_of_json_that_is_no_call_is_content_and_an_error(text: str) -> No
     answer = ChatAnswer(FORMATS["llama3"])
     assert [*answer.push(text), *answer.close()] == [("content", text)]
     assert len(answer.errors) == 1 and not answer.calls
+
+
+@pytest.mark.parametrize("cut", [HARMONY_HEADER, f'{HARMONY_HEADER}<|message|>{{"x": "'])
+def test_of_a_turn_with_channels_only_the_call_that_was_cut_is_content_and_an_error(cut: str) -> None:
+    answer = ChatAnswer(FORMATS["gpt_oss"])
+    parts = [*answer.push(f"{ANALYSIS}{HARMONY_CALL}<|start|>assistant{cut}"), *answer.close()]
+    assert parts == [("reasoning", "hm"), ("content", cut)]
+    assert answer.calls == [MADE] and len(answer.errors) == 1
 
 
 MISTRAL = (  # of the kind of Mistral's templates since version 3
