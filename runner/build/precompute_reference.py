@@ -33,8 +33,8 @@ FORMAT = 2  # raise it when keys or files are made in another way, so that no ol
 SAY_EVERY_S = 10.0
 # of a transformers config: where it was read from and what wrote it
 IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "architectures", "use_cache")
-# of a device: which one it is, and what moves no more than the last bits, as another batch around an item does
-IGNORED_DEVICE_KEYS = {"name", "threads", "env_preset"}
+# of a device's description: what moves no more than the last bits
+IGNORED_DEVICE_KEYS = {"threads"}
 # of a model: what changes log-probabilities beside its weights and their types
 NUMERICS_OPTIONS = {"quantization", "head_dtype", "kernels"}
 WRITE_EVERY_S = 60.0  # what a process that is killed has computed in vain, at most
@@ -87,7 +87,7 @@ def _cache_key(spec: JobSpec, policy: GenerativeModel, origin: Mapping[str, str]
         "attention": (policy.layout, policy.default_attention),
         "types": (spec.model.compute_dtype, spec.stored_dtype()),
         "device": {k: v for k, v in device.describe().items() if k not in IGNORED_DEVICE_KEYS},
-        "kernels": spec.device.model_dump(mode="json", exclude=IGNORED_DEVICE_KEYS),
+        "kernels": spec.device.numerics_options,
         **({"model_options": options} if options else {}),
     }
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -62,6 +62,11 @@ class DeviceConfig(ComponentConfig):
         """The type of torch device that layers are compiled for without `model.compile`; None = none."""
         return None
 
+    @property
+    def numerics_options(self) -> dict[str, Any]:
+        """The options that change results by more than another batch around a row does."""
+        return self.model_dump(mode="json", exclude={"name", "threads", "env_preset"})
+
     def quantization_problem(self) -> str | None:
         """Why a base cannot be quantized there; None = it can."""
         return None
@@ -277,6 +282,11 @@ class AutoConfig(DeviceConfig):
     def compiles_for(self) -> str:
         """The device is chosen where the job runs; cuda alone compiles by default."""
         return "cuda"
+
+    @property
+    def numerics_options(self) -> dict[str, Any]:
+        """Those of the device that will probably be chosen."""
+        return self._likely_device().numerics_options
 
     def quantization_problem(self) -> str | None:
         return self._likely_device().quantization_problem()

@@ -121,9 +121,10 @@ def _evaluate_model(
     from runner.inference.torch_engine import TorchEngine
     from runner.weight_sync.weight_checksum import weights_digest
 
-    spec = base.model_copy(update={"chat": loaded.chat, "device": source_spec(source, **settings).device})
+    own = source_spec(source, **settings)
+    spec = base.model_copy(update={"chat": loaded.chat, "device": own.device})
     digest = weights_digest(_tensors(loaded.model.module))[:16]
-    journal = AnswerJournal(OUTPUTS / "eval" / "answers" / f"{_model_digest(loaded, digest)}.jsonl")
+    journal = AnswerJournal(OUTPUTS / "eval" / "answers" / f"{_model_digest(loaded, own, digest)}.jsonl")
     if stops := loaded.stop_text():
         print_text(f"{source.text}: {stops}", file=sys.stderr)
     engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=base.evaluation.batch_size)
@@ -134,14 +135,16 @@ def _evaluate_model(
     return Evaluated(source, loaded.step, digest, results)
 
 
-def _model_digest(loaded: LoadedModel, weights: str) -> str:
+def _model_digest(loaded: LoadedModel, spec: JobSpec, weights: str) -> str:
     """Of what answers depend on beside prompt and sampling, e.g. weights and config."""
+    from runner.build.precompute_reference import NUMERICS_OPTIONS
     from runner.data.tokenization import digest
 
     config = json.loads(loaded.model.inner.config.to_json_string(use_diff=False))
     config = {key: value for key, value in config.items() if key not in ("_name_or_path", "architectures")}
-    where = [loaded.model.device.type, *map(version, LIBRARIES)]
-    return digest(weights, config, loaded.tokenizer.get_vocab(), where)[:16]
+    where = [loaded.model.device.type, spec.device.numerics_options, *map(version, LIBRARIES)]
+    how = [str(loaded.model.compute_dtype), spec.model.model_dump(mode="json", include=NUMERICS_OPTIONS)]
+    return digest(weights, config, loaded.tokenizer.get_vocab(), where, how)[:16]
 
 
 def _tensors(module: Any) -> dict[str, Any]:

@@ -43,6 +43,7 @@ def test_auto_is_of_the_kind_that_is_there(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("runner.device.config.CUDA", replace(CUDA, nodes=f"{tmp_path}/nvidia*"))
     assert AutoConfig().float32_peak == CudaConfig().float32_peak
     assert AutoConfig().matmul_precision("float32") == "tf32"
+    assert AutoConfig().numerics_options == CudaConfig().numerics_options != CudaConfig(tf32=False).numerics_options
 
 
 @pytest.fixture

@@ -295,6 +295,11 @@ def test_answers_of_other_scales_and_positions_are_not_those_of_the_same_weights
     assert len(set(digests)) == 3
 
 
+def test_answers_in_another_data_type_are_not_those_of_the_same_weights(work: Path) -> None:
+    command.run("eval", "latest", cwd=work)
+    assert "0 cached" in command.run("eval", "latest", "model.dtype=bfloat16", cwd=work)
+
+
 def test_differences_are_paired_by_question_and_clustered() -> None:
     samples = [{"reward": r} for r in (1.0, 0.0, None, 0.0, 1.0, None)]  # two answers to each of three questions
     assert question_scores(samples, 3) == [0.5, 0.5, None]
