@@ -53,7 +53,9 @@ def diff_lines(first: RunFolder, second: RunFolder) -> list[str]:
     ]
     if metrics := [name for name in named[0] if name in b.series]:
         rows = [_metric(name, a.series[name], b.series[name]) for name in metrics]
-        out += ["", *align_columns([["metric", "A", "", "B", "", "B − A"], *rows])]
+        out += ["", *align_columns([["metric", "step", "A", "", "B", "", "B − A"], *rows])]
+        if any(a.series[name].last[0] != b.series[name].last[0] for name in metrics):
+            out += ["A and B are compared at the newest step that both measured; their curves are whole"]
     if evaluated := _evaluation_rows(a, b):
         out += ["", *align_columns(evaluated)]
     for name, mine, other in (("A", named[0], b), ("B", named[1], a)):
@@ -134,6 +136,11 @@ def _value_text(key: str, values: Mapping[str, Any]) -> str:
 
 
 def _metric(name: str, a: Series, b: Series) -> list[str]:
-    (_, mine), (_, other) = a.last, b.last
+    """The values at the newest step that both measured; without one, at both ends, and no difference."""
+    first, second = (dict([*s.points, s.last]) for s in (a, b))
     sparks = [sparkline([value for _, value in s.points], SPARKS) for s in (a, b)]
-    return [name, format_number(mine), sparks[0], format_number(other), sparks[1], f"{other - mine:+.4g}"]
+    if (step := max(first.keys() & second.keys(), default=None)) is None:
+        ends = [f"{format_number(value)} (step {at})" for at, value in (a.last, b.last)]
+        return [name, ABSENT, ends[0], sparks[0], ends[1], sparks[1], ABSENT]
+    values = [format_number(first[step]), sparks[0], format_number(second[step]), sparks[1]]
+    return [name, str(step), *values, f"{second[step] - first[step]:+.4g}"]

@@ -161,6 +161,18 @@ def test_a_diff_says_only_what_differs(tmp_path: Path) -> None:
     assert page.count("<polyline") == 4  # two metrics of two runs
 
 
+def test_a_diff_compares_runs_of_other_lengths_at_the_newest_step_of_both(tmp_path: Path) -> None:
+    a, b = long_run(tmp_path / "a"), a_run(tmp_path / "b")  # the loss of the first is 25 at step 3
+    points: list[dict[str, float]] = [{"step": 1, "train/loss": 1}, {"step": 3, "train/loss": 24}]
+    b.metrics.write_text("".join(json.dumps(one) + "\n" for one in (*points, {"step": 500, "policy/entropy": 2})))
+    rows = [line.split() for line in diff.diff_lines(a, b)]
+    [loss], [entropy] = ([row for row in rows if row[:1] == [name]] for name in ("train/loss", "policy/entropy"))
+    assert (loss[1], loss[2], loss[4], loss[-1]) == ("3", "25", "24", "-1")
+    assert entropy[1] == entropy[-1] == "–" and "199)" in entropy and "500)" in entropy
+    assert "newest step that both measured" in "\n".join(diff.diff_lines(a, b))
+    assert "newest step that both measured" not in "\n".join(diff.diff_lines(a, a))
+
+
 def long_run(root: Path, metrics: int = 0) -> RunFolder:
     """200 steps of an RL run with `metrics` more of them."""
     folder = a_run(root)
