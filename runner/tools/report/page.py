@@ -213,14 +213,14 @@ def write_page(folder: RunFolder, path: Path) -> None:
 
 def _reward_histogram(page: Page, samples: Sequence[Mapping[str, Any]]) -> None:
     """Rewards of the rollouts in samples.jsonl, the first half of the steps beside the second."""
-    rewards = [(int(row["step"]), row["reward"]) for row in samples if _has_reward(row)]
+    rewards = [(int(row["step"]), row["reward"]) for row in samples if "version" in row and _has_reward(row)]
     if len(rewards) < 2:
         return
     middle = (rewards[0][0] + rewards[-1][0]) / 2
     halves = [[float(r) for step, r in rewards if (step > middle) == is_second] for is_second in (False, True)]
     names = (f"steps up to {middle:g}", f"steps after {middle:g}")
     groups = [(Curve(f"{n}: {len(g)}", "", h, Series(())), g) for n, h, g in zip(names, hues(2), halves, strict=True)]
-    page.head("Rewards of logged completions")
+    page.head("Rewards of logged rollouts")
     page.histogram([group for group in groups if group[1]], "reward")
 
 
@@ -261,7 +261,7 @@ def _times(page: Page, run: RunFacts) -> None:
     sums = {name: sum(v for _, v in s.points) for name, s in run.series.items() if name.startswith("time/")}
     if not sums:
         return
-    page.head("Time per step")
+    page.head("Time of all steps")
     total = sum(sums.values()) or 1.0
     rows = [
         TableRow([name, format_duration(s), f"{s / total:.0%}"])

@@ -119,6 +119,7 @@ def test_a_runs_report_is_whole_and_harmless(tmp_path: Path) -> None:
     write_page(folder, tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
     checked(page)
+    assert "<h2>Time of all steps</h2>" in page
     for word in ("&lt;b&gt;mine&lt;/b&gt;", "train/loss  2 → 0.6667", "command line", "torch", "c1", "&lt;/script&gt;"):
         assert word in page, word
 
@@ -179,7 +180,9 @@ def long_run(root: Path, metrics: int = 0) -> RunFolder:
     names = ["train/loss", "rollout/length", "policy/entropy", "mismatch/kl", *(f"more/{i:03}" for i in range(metrics))]
     rows = [{"step": step, **{name: 100 / (step + 1) for name in names}} for step in range(200)]
     folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    samples = [{"step": step, "prompt": "p", "answer": "a", "reward": float(step > 3)} for step in range(8)]
+    sample = {"prompt": "p", "answer": "a"}
+    samples = [{**sample, "step": step, "reward": float(step > 3), "version": step} for step in range(8)]
+    samples += [{**sample, "step": step, "reward": 2.0} for step in (0, 100)]  # of evaluations
     folder.samples.write_text("".join(json.dumps(row) + "\n" for row in samples))
     return folder
 
@@ -194,7 +197,8 @@ def test_charts_stand_by_prefix_with_smoothed_curves_a_log_axis_and_the_health_p
     kinds = [attrs["class"] for tag, attrs in parser.seen if tag == "polyline"]
     assert kinds == ["curve raw", "curve smooth"] * 2 * 4  # both axes of four metrics
     bars = [attrs for tag, attrs in parser.seen if tag == "rect"]
-    assert len(bars) == 2 and "steps up to 3.5: 4" in page and "steps after 3.5: 4" in page
+    assert "Rewards of logged rollouts" in page and len(bars) == 2, "held-out completions are not among them"
+    assert "steps up to 3.5: 4" in page and "steps after 3.5: 4" in page
 
 
 def test_a_page_stays_below_500_kb_and_names_what_it_leaves_out(tmp_path: Path) -> None:
