@@ -2,10 +2,12 @@
 
 Their tokenizer: one token per byte, three special ones, a ChatML template; built in memory.
 
-    text ──UTF-8──▶ bytes ──▶ ids 0 … 255        <|pad|> 256   <|im_start|> 257   <|im_end|> 258
+    text ──UTF-8──▶ bytes, in an order of their own ──▶ ids 0 … 255      <|pad|> 256   <|im_start|> 257   <|im_end|> 258
 
-It has no merges, so any UTF-8 text survives encode and decode, and no file has to be shipped. Of an export,
-AutoTokenizer takes the class of the model's architecture: the same ids, but it first composes accents that stand apart.
+An id is not the value of its byte: "!" is 0, "a" is 64, a space is 220. Bytes have the order of the characters that
+byte-level BPE writes for them. The tokenizer has no merges, so any UTF-8 text survives encode and decode, and no file
+has to be shipped. Of an export, AutoTokenizer takes the class of the model's architecture: the same ids, but it first
+composes accents that stand apart.
 """
 
 from __future__ import annotations

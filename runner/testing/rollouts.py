@@ -33,9 +33,16 @@ Scores = Sequence[float | None]
 
 
 def completion(text: str, *, prompt: str = "", columns: Mapping[str, Any] | None = None) -> Completion:
-    """An answer to a prompt, each byte a token, and the other columns of the prompt's row."""
-    asked = Prompt(tuple(prompt.encode()), prompt, columns=dict(columns or {}))
-    return Completion(asked, tuple(text.encode()), text, "stop")
+    """An answer to a prompt, with the tiny model's token ids, and other columns of the prompt's row."""
+    return Completion(_prompt(prompt, columns), _ids(text), text, "stop")
+
+
+def _prompt(text: str, columns: Mapping[str, Any] | None) -> Prompt:
+    return Prompt(_ids(text), text, columns=dict(columns or {}))
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    return tuple(tiny_tokenizer()(text, add_special_tokens=False).input_ids)
 
 
 def check_reward(
@@ -93,7 +100,7 @@ def check_environment(
     """Check that equal turns give equal, independent episodes; returns the observations of one."""
     check_config(config)
     made = build_component(config, decide=Decisions())
-    asked = Prompt(tuple(prompt.encode()), prompt, columns=dict(columns or {}))
+    asked = _prompt(prompt, columns)
     alone = _episode(made, asked, turns)
     require(_episode(made, asked, turns) == alone, "two episodes with the same turns differ: reset() starts again")
     one, two = made.start_episode(asked), made.start_episode(asked)

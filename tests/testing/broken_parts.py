@@ -26,15 +26,18 @@ COUNT = itertools.count()
 
 
 class Reward:
-    def __init__(self, way: str) -> None:
-        self.way = way
+    def __init__(self, way: str, tokenizer: Any) -> None:
+        self.way, self.tokenizer = way, tokenizer
 
     def score(self, groups: Sequence[Sequence[Completion]]) -> Any:
         if self.way == "flat":
             return [1.0 for group in groups for _ in group]
         return [[self.rate(one) for one in group] for group in groups]
 
-    def rate(self, one: Completion) -> float:
+    def rate(self, one: Completion) -> float | None:
+        if self.way == "decodes":  # which is right
+            text = self.tokenizer.decode([*one.prompt.ids, *one.ids])
+            return float(text == "sort 21: 12 é") if one.prompt.columns else None
         if self.way in ("wrong", "nan"):
             return 0.5 if self.way == "wrong" else float("nan")
         return float(one.text == one.prompt.columns.get("answer")) + (next(COUNT) if self.way == "drifts" else 0)
@@ -43,8 +46,8 @@ class Reward:
         pass
 
 
-def reward(config: Any, **_: Any) -> Reward:
-    return Reward(config.way)
+def reward(config: Any, *, tokenizer: Any, **_: Any) -> Reward:
+    return Reward(config.way, tokenizer)
 
 
 class Environment:

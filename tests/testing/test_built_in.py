@@ -39,6 +39,7 @@ from runner.testing import (
     check_tracker,
 )
 from runner.tracker.config import NoTrackerConfig, TensorboardConfig, TrackerConfig, WandbConfig
+from tests.testing import broken
 
 SUM = SumConfig(parts=({"name": "exact"}, {"name": "length", "target": 2, "weight": 0.5}))
 FUNCTION = "def score(completions, answer, **more):\n    return [float(a == b) for a, b in zip(completions, answer)]\n"
@@ -63,6 +64,11 @@ def test_rewards(config: RewardConfig, scores: dict[str, float | None]) -> None:
 def test_a_reward_of_the_users_file(workdir: Path) -> None:
     Path("mine.py").write_text(FUNCTION)
     check_reward(FunctionConfig(path="mine.py:score"), {"12": 1.0, "1": 0.0}, columns={"answer": "12"})
+
+
+def test_a_reward_that_reads_token_ids() -> None:
+    config = broken.BrokenReward(way="decodes")
+    check_reward(config, {"12 é": 1.0, "21": 0.0}, prompt="sort 21: ", columns={"answer": "12"})
 
 
 def test_the_calculator() -> None:
