@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:
     from runner.data.chat import Renderer
+    from runner.data.config import ChatConfig
     from runner.parallelism.environment_partition import PartitionedEnvironments
 
 
@@ -40,8 +41,7 @@ class EnvironmentBuilder:
             spec.environment,
             decide=self.decide,
             folder=self.folder,
-            chat=lambda: _episode_chat(spec, self.tokenizer),
-            renderer=lambda: _renderer(spec, self.tokenizer),
+            **chat_context(spec.chat, self.tokenizer),
         )
         if made is None:
             return None
@@ -57,11 +57,16 @@ class EnvironmentBuilder:
             self.built.pop().close()
 
 
-def _episode_chat(spec: JobSpec, tokenizer: Any) -> EpisodeChat:
+def chat_context(chat: ChatConfig, tokenizer: Any) -> dict[str, Callable[[], Any]]:
+    """Keywords of an environment's factory: functions that make what conversations become ids with."""
+    return {"chat": lambda: _episode_chat(chat, tokenizer), "renderer": lambda: _renderer(chat, tokenizer)}
+
+
+def _episode_chat(chat: ChatConfig, tokenizer: Any) -> EpisodeChat:
     """What prompts with tools are made with. Raises EnvironmentProblem without a chat template."""
     from runner.inference.chat_prompt import render_chat
 
-    renderer = _renderer(spec, tokenizer)
+    renderer = _renderer(chat, tokenizer)
 
     def render(messages: Sequence[Message], tools: Tools) -> tuple[tuple[int, ...], str, bool]:
         prompt = render_chat(renderer, messages, tools)
@@ -70,7 +75,7 @@ def _episode_chat(spec: JobSpec, tokenizer: Any) -> EpisodeChat:
     return EpisodeChat(render, renderer.template.tool_format)
 
 
-def _renderer(spec: JobSpec, tokenizer: Any) -> Renderer:
+def _renderer(chat: ChatConfig, tokenizer: Any) -> Renderer:
     if not tokenizer.chat_template:
         raise EnvironmentProblem(
             "an environment needs a chat template, but the tokenizer has none; use an instruct or chat model, or type "
@@ -78,7 +83,7 @@ def _renderer(spec: JobSpec, tokenizer: Any) -> Renderer:
         )
     from runner.data.chat import Renderer
 
-    return Renderer(tokenizer, spec.chat)
+    return Renderer(tokenizer, chat)
 
 
 def build_extend(
@@ -90,7 +95,7 @@ def build_extend(
     """
     if environments is None:
         return None
-    renderer = _renderer(spec, tokenizer)
+    renderer = _renderer(spec.chat, tokenizer)
     for role in environments.roles:
         renderer.extend((), [{"role": role, "content": "observation"}])
     if renderer.template.rewrites_history():

@@ -87,7 +87,7 @@ class RewardBuilder:
             decide=self.decide,
             folder=self.folder.root,
             fit=device_op_installer(self.world.device, self.decide),
-            make_encoder=partial(_conversation_encoder, date=spec.chat.date),
+            make_encoder=partial(conversation_encoder, date=spec.chat.date),
         )
         if reward is None:
             return None
@@ -102,7 +102,8 @@ class RewardBuilder:
         return partition_reward(reward, peers)
 
 
-def _conversation_encoder(tokenizer: Any, date: str | None) -> Callable[..., list[int]]:
+def conversation_encoder(tokenizer: Any, date: str | None) -> Callable[..., list[int]]:
+    """What makes ids of conversations by the tokenizer's chat template, which may show the date."""
     from runner.data.chat import Renderer
     from runner.data.config import ChatConfig
 

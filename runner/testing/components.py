@@ -22,7 +22,7 @@ from runner.interfaces import Callback, GenerativeModel, RunFolder, StepResult, 
 from runner.model.config import TinyConfig
 from runner.spec.base import CallbackConfig, ComponentConfig
 from runner.spec.job import JobSpec
-from runner.spec.registry import resolve
+from runner.spec.registry import default_registry, resolve
 from runner.tracker.config import TrackerConfig
 from runner.tracker.console import Console
 from runner.tracker.jsonl import JsonlTracker
@@ -68,7 +68,7 @@ def _factory(cls: type[ComponentConfig]) -> Any:
 
 def build_component(config: ComponentConfig, *parts: Any, **context: Any) -> Any:
     """What the component's factory makes of its config, with the checks of a job."""
-    made = resolve(type(config).factory)(config, *parts, **context)
+    made = default_registry().factory(config)(config, *parts, **context)
     return check_result(config, made, *parts, **context) if config.group in CHECKS else made
 
 

@@ -6,12 +6,17 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runner.build.components import device_op_installer
+from runner.build.environments import chat_context
+from runner.build.rewards import conversation_encoder
 from runner.core.auto_choices import Decisions
 from runner.core.errors import RunnerError
-from runner.data.config import DataConfig
+from runner.data.config import ChatConfig, DataConfig
+from runner.device.config import CpuConfig
 from runner.environment.config import EnvironmentConfig
 from runner.interfaces import (
     Completion,
@@ -58,8 +63,7 @@ def check_reward(
     group = [completion(text, prompt=prompt, columns=columns) for text in scores]
     wanted = list(scores.values())
     with tempfile.TemporaryDirectory() as folder:
-        context = {"device": CPU, "tokenizer": tiny_tokenizer(), "decide": Decisions(), "folder": Path(folder)}
-        reward: Reward = build_component(config, **context, seed=0, fit=None)
+        reward: Reward = build_component(config, **_reward_context(Path(folder)))
         try:
             _compare_scores(scores, reward.score([group]), [wanted])
             _compare_scores(scores, reward.score([group, group[::-1]]), [wanted, wanted[::-1]])
@@ -68,6 +72,21 @@ def check_reward(
                 _check_missing_columns(reward, [completion(text, prompt=prompt) for text in scores])
         finally:
             reward.close()
+
+
+def _reward_context(folder: Path) -> dict[str, Any]:
+    """The keywords that a job on the CPU gives a reward's factory."""
+    decide = Decisions()
+    return {
+        "device": CPU,
+        "tokenizer": tiny_tokenizer(),
+        "seed": 0,
+        "steps": 100,
+        "decide": decide,
+        "folder": folder,
+        "fit": device_op_installer(build_component(CpuConfig(), decide=decide), decide),
+        "make_encoder": partial(conversation_encoder, date=ChatConfig().date),
+    }
 
 
 def _compare_scores(texts: Mapping[str, Any], got: Sequence[Scores], wanted: Sequence[Scores]) -> None:
@@ -99,13 +118,16 @@ def check_environment(
 ) -> list[Observation]:
     """Check that equal turns give equal, independent episodes; returns the observations of one."""
     check_config(config)
-    made = build_component(config, decide=Decisions())
     asked = _prompt(prompt, columns)
-    alone = _episode(made, asked, turns)
-    require(_episode(made, asked, turns) == alone, "two episodes with the same turns differ: reset() starts again")
-    one, two = made.start_episode(asked), made.start_episode(asked)
-    for turn, said in zip(turns, alone, strict=False):
-        require(one.step(turn) == said and two.step(turn) == said, "two episodes at the same time disturb one another")
+    with tempfile.TemporaryDirectory() as folder:
+        chat = chat_context(ChatConfig(), tiny_tokenizer())
+        made = build_component(config, decide=Decisions(), folder=Path(folder), **chat)
+        alone = _episode(made, asked, turns)
+        require(_episode(made, asked, turns) == alone, "two episodes with the same turns differ: reset() starts again")
+        one, two = made.start_episode(asked), made.start_episode(asked)
+        for turn, said in zip(turns, alone, strict=False):
+            same = one.step(turn) == said and two.step(turn) == said
+            require(same, "two episodes at the same time disturb one another")
     return [said for said in alone if said is not None]
 
 
@@ -153,7 +175,7 @@ def check_data(config: DataConfig, kind: ItemKind = "sft", *, seed: int = 0) -> 
     check_config(config)
     with tempfile.TemporaryDirectory() as folder:
         context = {"tokenizer": tiny_tokenizer(), "seed": seed, "decide": Decisions(), "cache_dir": Path(folder)}
-        context["length_limit"] = None
+        context |= {"chat": ChatConfig(), "length_limit": None}  # the tiny model's limit is not that of the user's
         data, twin = (build_component(config, **context, kind=kind) for _ in range(2))
         first = list(data.take(0, 3))
         require(len(first) == 3, f"take(0, 3) gives three items, also where that repeats some; got {first}")

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from runner import build
 from runner.adapter.config import AdapterConfig, LoraConfig, NoAdapterConfig
+from runner.cli.job_builder import compose_job
+from runner.core.auto_choices import Decisions
+from runner.core.signals import StopSignal
 from runner.data.config import DemoConfig, FileConfig
 from runner.environment.config import CalculatorConfig
 from runner.interfaces import Observation
+from runner.launch.run_records import RunRecords
 from runner.optimizer.config import AdamW8bitConfig, AdamWConfig, MuonConfig, OptimizerConfig, SgdConfig
 from runner.reward.base import RewardConfig
 from runner.reward.config import (
@@ -22,13 +30,15 @@ from runner.reward.config import (
     NumericConfig,
     SumConfig,
 )
+from runner.run_dir.folder import RunFolder
 from runner.sampler.config import TorchSamplerConfig
 from runner.schedule.config import ConstantConfig, CosineConfig, LinearConfig, ScheduleConfig, WsdConfig
-from runner.spec.base import ItemKind
-from runner.spec.registry import default_registry
+from runner.spec.base import ComponentConfig, ItemKind
+from runner.spec.registry import Registry, default_registry, resolve
 from runner.testing import (
     check_adapter,
     check_algorithm,
+    check_callback,
     check_config,
     check_data,
     check_environment,
@@ -39,6 +49,8 @@ from runner.testing import (
     check_tracker,
 )
 from runner.tracker.config import NoTrackerConfig, TensorboardConfig, TrackerConfig, WandbConfig
+from runner.tracker.console import Console
+from runner.trainer.config import StopWhenConfig
 from tests.testing import broken
 
 SUM = SumConfig(parts=({"name": "exact"}, {"name": "length", "target": 2, "weight": 0.5}))
@@ -136,3 +148,41 @@ def test_every_config_that_needs_no_option(monkeypatch: pytest.MonkeyPatch) -> N
     for cls in classes:
         if not any(info.is_required() for info in cls.model_fields.values()):
             check_config(cls())
+
+
+JOB = (
+    *("+recipe=tool_demo", "model=tiny", "model.hidden_size=32", "model.layers=2", "data.items=64", "data.held_out=8"),
+    *("init_from=null", "tracker=none", "callbacks=stop_when", "callbacks.stop_when.metric=train/loss"),
+    "callbacks.stop_when.patience=2",
+)
+CHECKED = ("reward", "environment", "data", "sampler", "adapter", "optimizer", "schedule", "tracker", "callbacks")
+
+
+def test_checks_pass_the_keywords_that_a_job_passes(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: dict[str, set[str]] = {}
+
+    def recorded(registry: Registry, config: ComponentConfig) -> Callable[..., Any]:
+        def make(*given: Any, **keywords: Any) -> Any:
+            calls[config.group] = keywords.keys() | {str(len(given))}
+            return resolve(type(config).factory)(*given, **keywords)
+
+        return make
+
+    monkeypatch.setattr(Registry, "factory", recorded)
+    monkeypatch.setattr("runner.testing.components._heavy_imports", lambda module: "")
+    spec, folder, decide = compose_job(JOB).spec, RunFolder(workdir), Decisions()
+    made = build.build(spec, folder, build.build_store(spec, folder), decide, StopSignal(), build.OutputSinks())
+    RunRecords(spec, folder, 1, decide).open(0, Console(folder.log, io.StringIO()))
+    made.world.close()
+    of_job = dict(calls)
+    calls.clear()
+    check_reward(ExactConfig(), {"12": 1.0}, columns={"answer": "12"})
+    check_environment(CalculatorConfig(), ["12"])
+    check_data(DemoConfig(items=16, held_out=4))
+    check_sampler(TorchSamplerConfig())
+    check_adapter(NoAdapterConfig())
+    check_optimizer(SgdConfig())
+    check_schedule(ConstantConfig())
+    check_tracker(NoTrackerConfig())
+    check_callback(StopWhenConfig(metric="train/loss", patience=2))
+    assert {group: calls[group] for group in CHECKED} == {group: of_job[group] for group in CHECKED}
