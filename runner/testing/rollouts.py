@@ -10,23 +10,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from runner.build.components import device_op_installer
 from runner.build.environments import chat_context
 from runner.build.rewards import conversation_encoder
 from runner.core.auto_choices import Decisions
+from runner.core.batch import pack, with_tokens
 from runner.core.errors import RunnerError
 from runner.data.config import ChatConfig, DataConfig
 from runner.device.config import CpuConfig
 from runner.environment.config import EnvironmentConfig
 from runner.interfaces import (
+    LOGPROBS,
     Completion,
     Data,
     EnvironmentFactory,
     EvalQuestion,
+    GenerativeModel,
     Observation,
     Prompt,
     Request,
     Reward,
+    Rollout,
     Sampler,
 )
 from runner.reward.base import RewardConfig
@@ -142,15 +148,18 @@ def _episode(made: EnvironmentFactory, prompt: Prompt, turns: Sequence[str]) -> 
 
 
 def check_sampler(config: SamplerConfig) -> None:
-    """Check that a sampler without an engine samples from the tiny model and reports log-probabilities."""
+    """Check that a sampler without an engine samples from the tiny model, with its log-probabilities.
+
+    Its raw_logprobs are the model's. Its logprobs, of the distribution that it makes of them, must be possible ones.
+    """
     check_config(config)
     require(not config.engine and not config.served, "this check is for samplers that run the trainer's model")
     model = build_tiny_model()
     sampler: Sampler = build_component(config, model=model, decide=Decisions())
     try:
         sampler.load_weights(None, 3)
-        prompts = [(5, 6, 7), (5, 6, 7), (9, 10)]
-        requests = [Request(ids, seed, 6, len(ids), raw=True) for seed, ids in enumerate(prompts)]
+        prompts = [(5, 6, 7), (5, 6, 7), (5, 6, 7), (5, 6, 7), (9, 10)]
+        requests = [Request(ids, seed, 16, len(ids), raw=True) for seed, ids in enumerate(prompts)]
         rollouts = sampler.sample(requests)
         for rollout in rollouts:
             raw = rollout.raw_logprobs or ()
@@ -160,14 +169,51 @@ def check_sampler(config: SamplerConfig) -> None:
         again = sampler.sample(requests[::-1])[::-1]
         same = [one.ids for one in again] == [one.ids for one in rollouts]
         require(same, "a request's ids depend on its weights, prompt and seed alone, not on the other requests")
-        rows = [(*r.prompt, *o.ids) for r, o in zip(requests, rollouts, strict=True)]
-        sizes_of = [[len(row) for row in engine] for engine in sampler.score(rows)]
-        require(all(s == [len(row) - 1 for row in rows] for s in sizes_of), "score() leaves out each row's first id")
+        _check_logprobs(sampler, model, requests, rollouts)
+        _check_seeds(rollouts[:4])
         prefixed = [name for name in sampler.pop_metrics() if name.startswith("sampler/")]
         require(not prefixed, f"pop_metrics() names metrics without sampler/, which is put before them: {prefixed}")
         sampler.release_memory()
     finally:
         sampler.close()
+
+
+def _check_logprobs(
+    sampler: Sampler, model: GenerativeModel, requests: Sequence[Request], rollouts: Sequence[Rollout]
+) -> None:
+    rows = [(*r.prompt, *o.ids) for r, o in zip(requests, rollouts, strict=True)]
+    wanted = _model_logprobs(model, rows, 1.0)
+    for engine in sampler.score(rows):
+        require([*map(len, engine)] == [*map(len, wanted)], "score() leaves out each row's first id")
+        for row, expected in zip(engine, wanted, strict=True):
+            require(_are_close(row, expected), f"score() at temperature 1: the model has {expected}; got {row}")
+    tolerance = 1e-3 / min(sampler.temperature, 1)  # rounding of logits, which the temperature divides
+    for one, whole in zip(rollouts, _model_logprobs(model, rows, sampler.temperature), strict=True):
+        expected, raw = whole[-len(one.ids) :], one.raw_logprobs or ()
+        text = f"raw_logprobs at temperature {sampler.temperature}: the model has {expected}; got {[*raw]}"
+        require(_are_close(raw, expected, tolerance), text)
+
+
+@torch.no_grad()
+def _model_logprobs(model: GenerativeModel, rows: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    """What the model computes of all ids of each row but the first."""
+    batch, sizes = pack(rows, [[1.0] * len(row) for row in rows]), [len(row) for row in rows]
+    model.eval()
+    outputs = model.outputs(with_tokens(batch, temperature=torch.full((sum(sizes),), temperature)), LOGPROBS)
+    return [row[1:].tolist() for row in torch.split(outputs["logprobs"], sizes)]
+
+
+def _are_close(numbers: Sequence[float], expected: Sequence[float], tolerance: float = 1e-3) -> bool:
+    return all(math.isclose(a, b, rel_tol=0, abs_tol=tolerance) for a, b in zip(numbers, expected, strict=True))
+
+
+def _check_seeds(rollouts: Sequence[Rollout]) -> None:
+    """Rollouts of one prompt differ, unless equal ones are likely by their log-probabilities (top_k=1)."""
+    chances = {tuple(one.ids): math.exp(sum(one.logprobs)) for one in rollouts}
+    total, (first, chance) = sum(chances.values()), next(iter(chances.items()))
+    require(total < 1.001, f"by their logprobs, {len(chances)} different answers have a total probability of {total}")
+    likely = chance ** (len(rollouts) - 1) > 1e-6
+    require(len(chances) > 1 or likely, f"requests with the same prompt and other seeds have the same ids {first}")
 
 
 def check_data(config: DataConfig, kind: ItemKind = "sft", *, seed: int = 0) -> Data:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,10 +113,18 @@ class Sampler(SamplerWrapper):
     way = ""
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
-        found = super().sample(requests)
+        found = super().sample([replace(one, seed=0) for one in requests] if self.way == "seed" else requests)
+        if self.way == "sure":
+            return [replace(o, logprobs=[0.0] * len(o.ids)) for o in found]
+        if self.way == "zeros":
+            return [replace(o, logprobs=[0.0] * len(o.ids), raw_logprobs=[0.0] * len(o.ids)) for o in found]
         if self.way == "version":
             return [Rollout(o.ids, o.logprobs, o.raw_logprobs, 0, o.finish) for o in found]
         return {"few": found[:1], "order": [found[0]] * len(found)}.get(self.way, found)
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        found = super().score(rows)
+        return [[[x / 2 for x in row] for row in engine] for engine in found] if self.way == "score" else found
 
     def pop_metrics(self) -> dict[str, float]:
         return {"sampler/repeated": 1.0} if self.way == "prefix" else {}

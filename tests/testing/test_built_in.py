@@ -111,8 +111,12 @@ def test_adapters(config: AdapterConfig) -> None:
     check_adapter(config)
 
 
-def test_the_torch_sampler() -> None:
-    check_sampler(TorchSamplerConfig())
+SAMPLERS = [{}, {"top_k": 1}, {"temperature": 0.01, "top_p": 0.9}, {"max_new_tokens": 1}]
+
+
+@pytest.mark.parametrize("options", SAMPLERS, ids=str)
+def test_the_torch_sampler(options: dict[str, Any]) -> None:
+    check_sampler(TorchSamplerConfig(**options))
 
 
 @pytest.mark.parametrize("kind", ["sft", "pairs", "judged", "prompts"])
