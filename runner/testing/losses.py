@@ -53,12 +53,21 @@ def _normal(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def _check_policy_loss(one: Registration) -> None:
-    logprobs = (-_normal(10).abs() - 0.1).requires_grad_()
-    old = logprobs.detach() + 0.3 * _normal(10, seed=1)
+def _policy_inputs(outside: float | None = None) -> Inputs:
+    """Inputs of a policy loss; outside: moves what stands outside the mask, which is finite in a job."""
+    logprobs, advantages = -_normal(10).abs() - 0.1, _normal(10, seed=2)
+    old = logprobs + 0.3 * _normal(10, seed=1)
+    if outside is not None:
+        logprobs, old = torch.where(MASK, logprobs, outside - 10), torch.where(MASK, old, -outside - 10)
+        advantages = torch.where(MASK, advantages, outside)
+    logprobs.requires_grad_()
     inputs: Inputs = {"logprobs": logprobs, "old_logprobs": old, "ratio": (logprobs - old).exp()}
-    inputs |= {"advantages": _normal(10, seed=2), "mask": MASK, "row": ROW}
-    loss, _ = _call_registered(one, inputs, 10)
+    return inputs | {"advantages": advantages, "mask": MASK, "row": ROW}
+
+
+def _check_policy_loss(one: Registration) -> None:
+    inputs = _policy_inputs()
+    loss, diagnostics = _call_registered(one, inputs, 10)
     require(bool(loss[MASK].isfinite().all()), f"{one.name}: the loss of trained tokens is finite; got {loss}")
     _check_gradient(one, loss[MASK], [inputs["logprobs"]])
     loose = (inputs[name].requires_grad for name in ("old_logprobs", "advantages"))
@@ -67,6 +76,13 @@ def _check_policy_loss(one: Registration) -> None:
     few = _call_registered(one, {name: value[part] for name, value in inputs.items()})[0]
     same = torch.allclose(few[MASK[part]], loss[part][MASK[part]])
     require(same, f"{one.name}: the loss of a token depends on other rows, which another micro-batch may have")
+    for outside in (-9.0, 0.0, 9.0):  # also advantages of 0
+        moved = _policy_inputs(outside)
+        other, others = _call_registered(one, moved, 10)
+        pairs = [(other, loss), *((others[name], value) for name, value in diagnostics.items())]
+        same = all(torch.allclose(a[MASK].double(), b[MASK].double()) for a, b in pairs)
+        require(same, f"{one.name}: trained tokens depend on values outside the mask, which are arbitrary")
+        _check_gradient(one, other[MASK], [moved["logprobs"]])
 
 
 def _check_gradient(one: Registration, losses: Tensor, learning: list[Tensor]) -> None:
@@ -105,6 +121,8 @@ def _check_kl_estimator(one: Registration) -> None:
     zero = _call_registered(one, inputs | {"reference_logprobs": logprobs.detach()})
     text = f"{one.name}: the KL divergence of a policy from itself is 0; got {zero}"
     require(torch.allclose(zero, torch.zeros(10), atol=1e-6), text)
+    few = _call_registered(one, {n: x[MASK] if isinstance(x, Tensor) else x for n, x in inputs.items()})
+    require(torch.allclose(few, made[MASK]), f"{one.name}: the estimate of a token depends on other tokens")
     if one.kl_in == "loss":
         require(
             made.requires_grad, f"{one.name}: a penalty in the loss has a gradient; declare kl_in='reward' otherwise"
@@ -137,6 +155,9 @@ def _check_correction(one: Registration) -> None:
     made = _call_registered(one, inputs, 10)
     kept = made[0][MASK]
     require(bool((kept.isfinite() & (kept >= 0)).all()), f"{one.name}: a weight is finite and at least 0; got {kept}")
+    part = ROW != 1
+    few = _call_registered(one, {name: value[part] for name, value in inputs.items()})[0]
+    require(torch.allclose(few, made[0][part]), f"{one.name}: the weight of a token depends on other rows")
     same = _call_registered(one, inputs | {"log_ratio": torch.zeros(10)})[0]
     require(bool((same[MASK] == 1).all()), f"{one.name}: where the two policies are one the weight is 1; got {same}")
 

@@ -51,6 +51,22 @@ def scalar(logprobs: Tensor, advantages: Tensor) -> Any:
     return -logprobs * advantages, {"mine": logprobs.mean()}
 
 
+@policy_loss("row_sums", **WORDS)
+def row_sums(logprobs: Tensor, advantages: Tensor, row: Tensor) -> Any:
+    return -torch.zeros_like(logprobs).index_add(0, row, logprobs)[row] * advantages, {}
+
+
+@policy_loss("prompts", **WORDS)
+def prompts(logprobs: Tensor, advantages: Tensor) -> Any:
+    return -logprobs * advantages, {"mine": torch.full_like(logprobs, float(advantages[0]))}
+
+
+@policy_loss("divides", **WORDS)
+def divides(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+    weight = (logprobs - logprobs.detach()).exp() / advantages.abs()
+    return torch.where(mask, -weight * advantages, 0), {}
+
+
 @advantage("not_a_number", **WORDS)
 def not_a_number(rewards: Tensor) -> Tensor:
     return rewards - rewards.nanmean()
@@ -76,6 +92,12 @@ def fixed(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return (logprobs - reference_logprobs).detach()
 
 
+@kl_estimator("centered", **WORDS)
+def centered(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    difference = logprobs - reference_logprobs
+    return difference - difference.mean()
+
+
 @preference_loss("joint", **WORDS)
 def joint(chosen_logprobs: Tensor, rejected_logprobs: Tensor) -> PreferenceLosses:
     margin = chosen_logprobs - rejected_logprobs
@@ -97,6 +119,11 @@ def halved(log_ratio: Tensor) -> ImportanceWeights:
     return ImportanceWeights(log_ratio.exp() / 2, log_ratio > 0)
 
 
+@correction("normalized", **WORDS)
+def normalized(log_ratio: Tensor) -> ImportanceWeights:
+    return ImportanceWeights(log_ratio.exp() / log_ratio.exp().mean(), log_ratio > 0)
+
+
 @divergence("entropic", **WORDS)
 def entropic(teacher: Tensor, student: Tensor) -> Tensor:
     return -(teacher.exp() * student).sum(-1)
@@ -115,15 +142,20 @@ def averaged(teacher: Tensor, student: Tensor) -> Tensor:
         (detached, "no finite gradient reaches the policy"),
         (whitened, "depends on other rows"),
         (scalar, r"mine: expected a tensor of shape \[10\]"),
+        (row_sums, "depend on values outside the mask"),
+        (prompts, "depend on values outside the mask"),
+        (divides, "no finite gradient reaches the policy"),
         (not_a_number, "0 where the reward is NaN"),
         (noisy, "other numbers when it is called again"),
         (one, "a number for each row"),
         (biased, "of a policy from itself is 0"),
         (fixed, "a penalty in the loss has a gradient"),
+        (centered, "the estimate of a token depends on other tokens"),
         (joint, "depends on other pairs"),
         (bare, "expected PreferenceLosses"),
         (everything, "not trained has the weight 0"),
         (halved, "two policies are one the weight is 1"),
+        (normalized, "the weight of a token depends on other rows"),
         (entropic, "from itself is 0"),
         (averaged, "depends on other tokens"),
     ],
