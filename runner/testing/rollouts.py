@@ -217,7 +217,11 @@ def _check_seeds(rollouts: Sequence[Rollout]) -> None:
 
 
 def check_data(config: DataConfig, kind: ItemKind = "sft", *, seed: int = 0) -> Data:
-    """Check that items depend on config, seed and step alone and have their kind's type; returns the data."""
+    """Check that items depend on config, seed, step and round alone; returns the data.
+
+    Round 1 is taken of prompts alone, which a step can be refilled with. Where there are 128 different ones, it brings
+    others than round 0.
+    """
     check_config(config)
     with tempfile.TemporaryDirectory() as folder:
         context = {"tokenizer": tiny_tokenizer(), "seed": seed, "decide": Decisions(), "cache_dir": Path(folder)}
@@ -233,8 +237,25 @@ def check_data(config: DataConfig, kind: ItemKind = "sft", *, seed: int = 0) -> 
         require(data.longest > 0, f"longest is the tokens of the longest item, not {data.longest!r}")
         questions = list(data.held_out_questions())
         require(all(isinstance(q, EvalQuestion) for q in questions), "held_out_questions() gives EvalQuestions")
+        if kind == "prompts" and not config.is_stream:
+            _check_rounds(data, twin)
         for prompt in first if kind == "prompts" else ():
             unknown = set(prompt.columns) - set(data.columns)
             require(not unknown, f"the property `columns` of the data leaves out {sorted(unknown)}")
             json.dumps(dict(prompt.columns), allow_nan=False)
     return data  # type: ignore[no-any-return]
+
+
+def _check_rounds(data: Data, twin: Data) -> None:
+    """Round 1 has an order of its own, which looks like round 0 with a probability below 1e-4."""
+    count = min(len(data), 16)
+    again = list(data.take(0, count, 1))
+    require(list(twin.take(0, count, 1)) == again, "take(step, count, round=1) depends on earlier calls, or on chance")
+    pool = list(data.take(0, min(len(data), 128)))
+    if any(row in pool[:at] for at, row in enumerate(pool)):
+        return  # equal rows make orders alike
+    text = "take(step, count, round=1) refills a step from an order of its own"
+    require(count < 8 or again != pool[:count], f"{text}; got that of round 0")
+    known = sum(row in pool[: 2 * count] for row in again)
+    text = f"{text}; {known} of its first {count} items are among the first {2 * count} of round 0"
+    require(len(pool) < 128 or known <= 12, text)

@@ -141,6 +141,14 @@ def data(config: Any, **context: Any) -> Any:
     taken, take = itertools.count(), made.take
     if config.way == "fingerprint":
         made.fingerprint = str(next(COUNT))
+    elif config.way == "round":
+        made.take = lambda step, count, round=0: take(step, count)
+    elif config.way == "shifted":
+        made.take = lambda step, count, round=0: take(step, count + round)[round:]
+    elif config.way == "next":
+        made.take = lambda step, count, round=0: take(step + round, count)
+    elif config.way == "chance":
+        made.take = lambda step, count, round=0: take(step, count, round and next(COUNT) + 1)
     else:
         made.take = lambda step, count, round=0: take(step + next(taken), count)
     return made

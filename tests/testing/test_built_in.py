@@ -121,7 +121,7 @@ def test_the_torch_sampler(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["sft", "pairs", "judged", "prompts"])
 def test_demo_data(kind: ItemKind) -> None:
-    check_data(DemoConfig(items=16, held_out=4), kind)
+    check_data(DemoConfig(items=128, held_out=4), kind)
 
 
 def test_data_of_a_file(workdir: Path) -> None:

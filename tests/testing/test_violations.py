@@ -86,6 +86,10 @@ def data(way: str) -> None:
     check_data(broken.BrokenData(way=way, items=32, held_out=2))
 
 
+def prompts(way: str) -> None:
+    check_data(broken.BrokenData(way=way, items=128, held_out=2), "prompts")
+
+
 def callback(way: str) -> None:
     check_callback(broken.BrokenCallback(way=way))
 
@@ -127,6 +131,10 @@ def tracker(way: str) -> None:
         (sampler, "prefix", "without sampler/"),
         (data, "order", "depends on what was taken before"),
         (data, "fingerprint", "two fingerprints"),
+        (prompts, "round", "from an order of its own; got that of round 0"),
+        (prompts, "shifted", "16 of its first 16 items are among the first 32 of round 0"),
+        (prompts, "next", "16 of its first 16 items are among the first 32 of round 0"),
+        (prompts, "chance", "round=1.* depends on earlier calls, or on chance"),
         (callback, "state", r"after a resume the state is \{'seen': 2\}, and without one \{'seen': 4\}"),
         (callback, "set", "JSON values"),
         (callback, "removes", r"took away \['train/loss'\]"),
