@@ -106,6 +106,7 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
 
     if (before := srun_task.requeued_folder(args.folder)) is not None:
         print_text(f"requeued {display_path(before)} was started by this Slurm job: continuing it", file=sys.stderr)
+        srun_task.record_run_folder(RunFolder(before))
         return _continue_run(str(before), _trust(words))
     with srun_task.handle_slurm_signals(job.spec), _explain_environment_problem(job, _again(args, words, job)):
         srun_task.exec_srun(job.spec)

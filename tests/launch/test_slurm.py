@@ -103,6 +103,54 @@ def test_who_is_a_task() -> None:
         SlurmTask.from_environment({**STEP, "SLURM_STEP_NUM_TASKS": "4"})
 
 
+class Script:
+    """The script of Slurm job 40: each start of the job runs its commands in order, until one is interrupted."""
+
+    def __init__(self, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(cwd)
+        self.cwd, self.patch, self.made = cwd, monkeypatch, 0
+
+    def start(self, restarts: int, *commands: str) -> list[str]:
+        """The folders in which the commands continue or, with a +, that they make."""
+        found = []
+        for step, words in enumerate(commands):
+            self.patch.setattr("sys.argv", ["run", *words.split()])
+            variables = {**STEP, "SLURM_STEP_ID": str(step), "SLURM_RESTART_COUNT": str(restarts), "SLURM_NODEID": "0"}
+            for name, value in variables.items():
+                self.patch.setenv(name, value)
+            before = srun_task.requeued_folder(None)
+            folder = RunFolder(before or self._make())
+            srun_task.record_run_folder(folder)
+            found.append(folder.root.name if before else f"+{folder.root.name}")
+            self.patch.setenv("SLURM_NODEID", "1")
+            assert srun_task.requeued_folder(None) == before, "as machine 0, also after that recorded the folder"
+            srun_task.record_run_folder(folder)
+        return found
+
+    def _make(self) -> Path:
+        self.made += 1
+        folder = RunFolder(self.cwd / f"run-{self.made}")
+        folder.root.mkdir()
+        folder.spec.touch()
+        return folder.root
+
+
+def test_each_command_of_a_requeued_script_continues_its_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(tmp_path, monkeypatch)
+    sft, dpo = "+recipe=sft launch=slurm", "+recipe=dpo init_from=latest launch=slurm"
+    assert script.start(0, sft) == ["+run-1"]
+    assert script.start(1, sft, dpo) == ["run-1", "+run-2"], "the second one had not begun"
+    assert script.start(2, sft, dpo, sft, sft) == ["run-1", "run-2", "+run-3", "+run-4"]
+    assert script.start(3, sft, dpo, sft) == ["run-1", "run-2", "run-3"], "the same words, in order"
+    assert script.start(4, sft, dpo, sft, sft, sft) == ["run-1", "run-2", "run-3", "run-4", "+run-5"]
+    assert script.start(0, sft, dpo) == ["+run-6", "+run-7"], "another job of this number"
+    assert script.start(1, sft, dpo) == ["run-6", "run-7"]
+    monkeypatch.delenv("SLURM_STEP_ID")
+    assert srun_task.requeued_folder(None) is None, "the script itself becomes srun"
+
+
 def test_a_machine_that_is_left_alone_ends() -> None:
     assert "--wait=120" in srun_task.srun_command(["run"], 2)
 
@@ -267,6 +315,8 @@ def test_a_script_of_ones_own_is_requeued_into_the_same_folder(cluster: Path, tm
     said = job.run(*more, **own, SLURM_RESTART_COUNT="1")
     assert "was started by this Slurm job: continuing it" in said and job.latest.resolve() == first
     assert job.steps() == 16 > before and job.status()["attempt"] == 2
+    recorded = (tmp_path / "outputs" / ".slurm" / "40.runs").read_text().splitlines()
+    assert [line.endswith(f'"{first}"]') for line in recorded] == [True, True], "one line for each start"
 
 
 @pytest.mark.slow

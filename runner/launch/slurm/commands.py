@@ -24,7 +24,7 @@ FINISHED_STATES = frozenset({
 USUAL_REASONS = frozenset({
     "None", "Priority", "Resources", "JobArrayTaskLimit", "Dependency", "BeginTime", "Prolog", "Cleaning",
 })  # fmt: skip
-FOLDERS = OUTPUTS / ".slurm"  # <job>: the run folder of a Slurm job; <job>.stages: its upstream runs
+FOLDERS = OUTPUTS / ".slurm"  # <job>.runs: the runs of a Slurm job's commands; <job>.stages: its upstream runs
 TIMEOUT_S = 60.0
 LINE_BYTES = 2**16  # no line of metrics.jsonl is longer
 
@@ -71,16 +71,27 @@ def count_stage(stage: RunFolder) -> None:
 
     Raises StorageError.
     """
-    if "SLURM_JOB_ID" not in os.environ:
-        return
-    with storage_errors(f"cannot write {_stages()}"):
+    if "SLURM_JOB_ID" in os.environ:
+        append_job_record("stages", str(stage.root))
+
+
+def append_job_record(name: str, line: str) -> None:
+    """Append a line to the records `name` of this Slurm job. Raises StorageError."""
+    path = _records_path(name)
+    with storage_errors(f"cannot write {path}"):
         FOLDERS.mkdir(parents=True, exist_ok=True)
-        with _stages().open("a", encoding="utf-8") as file:
-            file.write(f"{stage.root}\n")
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
 
 
-def _stages() -> Path:
-    return FOLDERS / f"{os.environ['SLURM_JOB_ID']}.stages"
+def job_records(name: str) -> list[str]:
+    """The lines of the records `name` of this Slurm job."""
+    path = _records_path(name)
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+
+
+def _records_path(name: str) -> Path:
+    return FOLDERS / f"{os.environ['SLURM_JOB_ID']}.{name}"
 
 
 def steps_of(run: RunFolder) -> int:
@@ -88,8 +99,7 @@ def steps_of(run: RunFolder) -> int:
 
     A job that made no step since it began is not requeued.
     """
-    first = _stages().read_text(encoding="utf-8").splitlines() if _stages().is_file() else []
-    return sum(map(_steps_of, {run, *(RunFolder(Path(root)) for root in first)}))
+    return sum(map(_steps_of, {run, *(RunFolder(Path(root)) for root in job_records("stages"))}))
 
 
 def _steps_of(run: RunFolder) -> int:

@@ -12,11 +12,12 @@ SIGUSR2   Slurm's time limit is near: the run saves and ends with 75, and this j
 SIGUSR1   the same, but it stays out of the queue
 SIGTERM   Slurm ends the job; it signals the tasks itself, and requeues a preempted job itself
 
-A requeued job continues in the same run folder.
+A requeued job continues in the same run folder; in a script with several commands, each continues its own run.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -30,8 +31,17 @@ from typing import Any
 from runner.core.device_kinds import CPU, find_kind
 from runner.core.errors import EnvironmentProblem, Interrupted
 from runner.core.subprocess import ChildProcess
-from runner.launch.slurm.commands import FOLDERS, address_of, allocated_cards, hosts, run_slurm, steps_of
-from runner.run_dir.folder import RunFolder, write_atomic
+from runner.launch.slurm.commands import (
+    address_of,
+    allocated_cards,
+    append_job_record,
+    hosts,
+    job_records,
+    run_slurm,
+    steps_of,
+)
+from runner.run_dir.folder import RunFolder
+from runner.run_dir.manifest import fingerprint
 from runner.spec.base import COMMAND_LINE
 from runner.spec.job import JobSpec
 from runner.tracker.text import print_text
@@ -221,18 +231,46 @@ def _save_and_end(number: int, frame: FrameType | None) -> None:
 
 
 def record_run_folder(folder: RunFolder) -> None:
-    """Record the run folder of this Slurm job, for a requeue. Raises StorageError."""
-    FOLDERS.mkdir(exist_ok=True)
-    write_atomic(FOLDERS / os.environ["SLURM_JOB_ID"], str(folder.root))
+    """On machine 0, record the run folder of this command, for a requeue. Raises StorageError."""
+    if os.environ.get("SLURM_NODEID", "0") == "0":
+        append_job_record("runs", json.dumps([*_this_step(), _command_key(), str(folder.root)]))
 
 
 def requeued_folder(where: Path | None) -> Path | None:
-    """The run folder of a requeued Slurm job: `where` or the recorded one; None if there is none."""
-    if int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0:
+    """The folder in which this command of a requeued Slurm job continues: `where` or the recorded one.
+
+    None if the command had not begun, and outside a task.
+    """
+    if _this_step()[0] == 0 or SlurmTask.from_environment(os.environ) is None:
         return None
-    kept = FOLDERS / os.environ["SLURM_JOB_ID"]
-    found = where or (Path(kept.read_text(encoding="utf-8")) if kept.is_file() else None)
+    found = where or _recorded_folder()
     return found if found is not None and RunFolder(found).spec.is_file() else None
+
+
+def _recorded_folder() -> Path | None:
+    """The run that this command began before the requeue; equal commands are told apart by their order."""
+    records: list[tuple[int, int, str, str]] = []
+    for line in job_records("runs"):
+        restarts, step, key, folder = json.loads(line)
+        # A step has one record, and restarts increase: otherwise the earlier records are of an old job of this number.
+        if records and (restarts < records[-1][0] or (restarts, step) in {record[:2] for record in records}):
+            records.clear()
+        records.append((restarts, step, key, folder))
+    now, own_step = _this_step()
+    same = [record for record in records if record[2] == _command_key()]
+    before = list(dict.fromkeys(folder for restarts, _, _, folder in same if restarts < now))
+    begun = sum(restarts == now and step != own_step for restarts, step, _, _ in same)
+    return Path(before[begun]) if begun < len(before) else None
+
+
+def _this_step() -> tuple[int, int]:
+    """How often Slurm restarted this job, and the number of this step since then."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0")), int(os.environ.get("SLURM_STEP_ID", "0"))
+
+
+def _command_key() -> str:
+    """A digest of the words of this command, which may have secrets."""
+    return fingerprint({"words": sys.argv[1:]})
 
 
 def main(root: str, words: Sequence[str]) -> int:
