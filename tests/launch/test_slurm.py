@@ -13,6 +13,7 @@ import yaml
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem, SpecError
+from runner.launch.exit_cause import JobFailed
 from runner.launch.slurm import srun_task, submission
 from runner.launch.slurm import srun_task as slurm_job
 from runner.launch.slurm.commands import allocated_cards, count_stage, steps_of
@@ -206,7 +207,7 @@ def test_a_slurm_that_does_not_answer_for_a_while_is_asked_again(
         return answer
 
     monkeypatch.setattr(submission, "state_of", state_of)
-    assert submission.follow(followed, "17", followed.slurm / "17.log") == 0
+    assert submission.follow(followed, "17", followed.slurm / "17.log", b"") == 0
     said = "slurm    squeue: Unable to contact slurm controller; retrying\n"
     assert capsys.readouterr().out == said * 2, "once each time"
 
@@ -221,7 +222,30 @@ def test_a_slurm_that_never_answers_is_given_up_and_the_job_left_alone(
     monkeypatch.setattr(submission, "SILENT_S", 0.05)
     said = r"slurm controller, for 0.05 s; stopped following job 17, which continues; to end it: scancel 17"
     with pytest.raises(EnvironmentProblem, match=said):
-        submission.follow(followed, "17", followed.slurm / "17.log")
+        submission.follow(followed, "17", followed.slurm / "17.log", b"")
+
+
+@pytest.mark.parametrize("state", ["FAILED", "CANCELLED"])
+@pytest.mark.parametrize("last", [("done", 0, None), ("failed", 3, "line 7")])
+def test_a_resumed_run_whose_job_never_starts_it_has_not_ended_as_before(
+    last: tuple[str, int, str | None], state: str, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed.status.write_text(json.dumps(dict(zip(("state", "exit_code", "error"), last, strict=True))))
+    monkeypatch.setattr(submission, "run_slurm", lambda *command: "Submitted batch job 17")
+    monkeypatch.setattr(submission, "state_of", lambda job: (state, "None"))
+    spec = compose_job([*WORDS, "launch.nodes=2", "launch.follow=true"]).spec
+    with pytest.raises(JobFailed, match=rf"Slurm job 17 ended \({state}\): the run did not start") as ended:
+        submission.submit(spec, followed, ["steps=400"])
+    assert ended.value.exit_code == 75
+
+
+def test_a_resumed_run_ends_as_its_new_attempt(followed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = followed.status.read_bytes()
+    followed.status.write_text(json.dumps({"state": "failed", "exit_code": 3, "error": "line 9"}))
+    monkeypatch.setattr(submission, "state_of", lambda job: ("FAILED", "None"))
+    with pytest.raises(JobFailed, match=r"\(FAILED\): line 9") as ended:
+        submission.follow(followed, "17", followed.slurm / "17.log", before)
+    assert ended.value.exit_code == 3
 
 
 @pytest.mark.parametrize(

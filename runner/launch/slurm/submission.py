@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import EnvironmentProblem, Interrupted
@@ -61,6 +62,7 @@ def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
     path = folder.slurm / "job.sh"
     command = [sys.executable, "-P", "-m", "runner.launch.slurm.srun_task", str(folder.root), *words]
     write_atomic(path, batch_script(spec, folder.slurm, "exec " + shlex.join(command)))
+    before = _status_bytes(folder)
     output = run_slurm("sbatch", str(path))
     number = SUBMITTED.search(output)
     if number is None:
@@ -74,7 +76,7 @@ def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
     print_text(f"log      {display_path(log)}")
     print_text(f"watch    run status {run_argument(folder)}", flush=True)
     config = _launch(spec)
-    return follow(folder, job, log) if config.follow else 0
+    return follow(folder, job, log, before) if config.follow else 0
 
 
 def batch_script(spec: JobSpec, where: Path, command: str) -> str:
@@ -122,8 +124,10 @@ def _request_text(spec: JobSpec) -> str:
     return machines + each + (f", partition {config.partition}" if config.partition else "")
 
 
-def follow(folder: RunFolder, job: str, log: Path) -> int:
+def follow(folder: RunFolder, job: str, log: Path, before: bytes) -> int:
     """Print a job's log until it has ended; returns 0 if it succeeds.
+
+    before: the status when it was submitted; in a resumed run, that of the last attempt
 
     Raises JobFailed with the job's error and exit code; Interrupted at Ctrl-C, and EnvironmentProblem if Slurm does not
     respond for SILENT_S, neither of which ends the job.
@@ -141,7 +145,7 @@ def follow(folder: RunFolder, job: str, log: Path) -> int:
                 print_text(f"slurm    job {job} waits: {waits_for}{hint}", flush=True)
     except KeyboardInterrupt:
         raise Interrupted(2, _unfollowed_text(job)) from None
-    return _exit_as_job(folder, job, found or last)
+    return _exit_as_job(folder, job, found or last, before)
 
 
 def _poll_states(job: str) -> Iterator[tuple[str, str] | None]:
@@ -180,15 +184,20 @@ def _print_more(log: Path, at: int) -> int:
     return at
 
 
-def _exit_as_job(folder: RunFolder, job: str, found: tuple[str, str]) -> int:
+def _status_bytes(folder: RunFolder) -> bytes:
+    return folder.status.read_bytes() if folder.status.is_file() else b""
+
+
+def _exit_as_job(folder: RunFolder, job: str, found: tuple[str, str], before: bytes) -> int:
     deadline = time.monotonic() + LATE_S
     while True:
-        status = read_mapping(folder.status)
+        is_new = _status_bytes(folder) != before
+        status: Mapping[str, Any] = read_mapping(folder.status) if is_new else {"state": WAITING}
         if status["state"] == "done":
             return 0
         if status["state"] not in (WAITING, "running") or time.monotonic() > deadline or found[0] != "COMPLETED":
             break
         time.sleep(POLL_S / 10)
-    why = status["error"] or f"its status is {status['state']}"
+    why = status.get("error") or (f"its status is {status['state']}" if is_new else "the run did not start")
     text = f"Slurm job {job} ended ({found[0] or 'Slurm has no record of it'}): {why}"
-    raise JobFailed(text, status["exit_code"] or LOST)
+    raise JobFailed(text, status.get("exit_code") or LOST)
