@@ -16,6 +16,9 @@ GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited
 LATE = ("Timed out waiting", "timed out", "timeout")  # if another process does not respond
 # torchrun's names, in the order of RankInfo's fields
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")  # srun's; a script of sbatch has SLURM_NTASKS instead
+# What the process that a launcher started has, and what its child processes must not read as theirs
+LAUNCHER_VARIABLES = frozenset((*VARIABLES, *RENDEZVOUS_VARIABLES, *STEP_VARIABLES))
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, from the kernel, at each boot
 
 
@@ -59,7 +62,7 @@ class RankInfo:
             raise EnvironmentProblem(
                 f"{given} set, {lacking} not: a rank needs all four, as torchrun sets them. If the first two count "
                 "machines, type: run … launch.nodes=$WORLD_SIZE launch.node_rank=$RANK "
-                "launch.rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT"
+                f"launch.rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT; if they are left over: unset {' '.join(found)}"
             )
         try:
             return cls(*(int(found[name]) for name in VARIABLES))
@@ -102,6 +105,6 @@ def is_timeout(message: str) -> bool:
 
 
 def without_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a child process of a rank that is not a rank itself."""
-    own = {*VARIABLES, *RENDEZVOUS_VARIABLES}
-    return {name: value for name, value in environment.items() if name not in own and not name.startswith(ELASTIC)}
+    """The environment for a child process of a rank that is not a rank itself, and no task of srun."""
+    kept = environment.keys() - LAUNCHER_VARIABLES
+    return {name: value for name, value in environment.items() if name in kept and not name.startswith(ELASTIC)}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from runner.core.errors import EnvironmentProblem, NotReady, RunnerError, SecurityError
-from runner.core.rank_info import is_launched_rank
+from runner.core.rank_info import VARIABLES, RankInfo, is_launched_rank
 from runner.run_dir.manifest import redact
 from runner.spec.base import iter_leaves, origin_of
 from runner.spec.job import JobSpec
@@ -98,3 +98,21 @@ def refuse_other_launcher(spec: JobSpec) -> None:
     if is_rank and own.samplers:
         text = f"launch.samplers={own.samplers}: torchrun starts only ranks; leave it out, or start without torchrun"
         raise EnvironmentProblem(text)
+    if own.here and own.machines == 1 and not (own.queued or is_rank):
+        _refuse_copies(os.environ)
+
+
+def _refuse_copies(environment: Mapping[str, str]) -> None:
+    """Raise EnvironmentProblem if this command was started several times, each for the whole job."""
+    if environment.keys() >= set(VARIABLES[:2]):
+        rank = RankInfo.from_environment(environment)  # of a PyTorchJob with one process per machine: raises
+        if rank.size > 1:
+            text = f"{rank} by RANK and WORLD_SIZE, but MASTER_ADDR or MASTER_PORT is not set; start with torchrun"
+            raise EnvironmentProblem(f"{text}, or type: unset {' '.join(VARIABLES)}")
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks > 1 and "SLURM_PTY_PORT" not in environment:  # set by srun --pty, whose shell is in the first task only
+        raise EnvironmentProblem(
+            f"Slurm started {tasks} tasks, and each would run the whole job; type srun --ntasks=1 run …, or "
+            "launch=slurm with one task per machine; if the other tasks run something else: "
+            "unset SLURM_STEP_NUM_TASKS"
+        )

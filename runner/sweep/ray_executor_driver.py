@@ -22,11 +22,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from runner.core.rank_info import LAUNCHER_VARIABLES
 from runner.core.subprocess import JsonLines
 from runner.launch.ray.cluster import NAMESPACE, connect_cluster
 
 PING_S = 1.0
 TICK_S = 0.1
+NOT_PASSED = {"OMP_NUM_THREADS", *LAUNCHER_VARIABLES}  # of the program that started Ray, e.g. srun
 
 
 class JobActor:
@@ -36,7 +38,7 @@ class JobActor:
         import subprocess
         import threading
 
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") and k != "OMP_NUM_THREADS"}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") and k not in NOT_PASSED}
         self._wrapper = subprocess.Popen(
             [*wrapper, str(os.getpid())],
             stdin=subprocess.PIPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.core.rank_info import RankInfo, is_launched_rank, without_rank_variables
 from runner.launch import torchrun
+from runner.launch.local import start_run
 from runner.launch.preflight import refuse_other_launcher
 
 MEETING = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
@@ -88,3 +90,49 @@ def test_inside_it_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch, meetin
         refuse_other_launcher(compose_job([*words, "launch=slurm"]).spec)
     with pytest.raises(SpecError, match=r"launch\.samplers: torchrun starts only ranks"):
         compose_job(["+recipe=grpo_demo", "launch=torchrun", "launch.samplers=1"])
+
+
+TWO = ("+recipe=sft_demo", "parallelism=ddp", "launch.devices=2")
+PODS = {**MEETING, "RANK": "1", "WORLD_SIZE": "2"}  # of a PyTorchJob: RANK counts machines
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "said"),
+    [
+        (PODS, TWO, r"If the first two count machines, type: run … launch\.nodes=\$WORLD_SIZE"),
+        (PODS, TWO[:1], r"launch\.nodes=\$WORLD_SIZE .*; if they are left over: unset RANK WORLD_SIZE"),
+        (RankInfo(1, 2, 1, 2).to_environment(), TWO, "MASTER_ADDR or MASTER_PORT is not set; start with torchrun"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, TWO, "8 tasks, and each would run the whole job; type srun --ntasks=1 run"),
+    ],
+)
+def test_copies_of_a_whole_job_are_refused(
+    variables: dict[str, str], words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    job = compose_job(words)
+    with pytest.raises(EnvironmentProblem, match=said):
+        start_run(job.spec, words, job.origins)
+    assert not list(tmp_path.iterdir())
+    for name, value in without_rank_variables(os.environ).items():
+        assert name not in variables, f"{name}={value} of a job that this one runs first"
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (PODS, (*TWO, "launch.nodes=2", "launch.node_rank=1", "launch.rdzv_endpoint=node-0:29500")),
+        ({**PODS, "RANK": "0", "WORLD_SIZE": "1"}, TWO),
+        ({"WORLD_SIZE": "8", **MEETING}, TWO),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, TWO),  # a script of sbatch
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "3000"}, TWO),  # a shell of srun --pty
+        ({"SLURM_STEP_NUM_TASKS": "2"}, ("+recipe=sft_demo", "launch=ray", "launch.address=auto", "device=cpu")),
+    ],
+)
+def test_one_job_in_many_processes_is_no_copy(
+    variables: dict[str, str], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    refuse_other_launcher(compose_job(words).spec)
