@@ -154,16 +154,17 @@ def listed_cards(kind: Kind) -> tuple[str, ...] | None:
 
 
 def present_cards(kind: Kind) -> tuple[str, ...]:
-    """The cards that this process may use: those its environment lists, else all device files.
+    """The cards that this process may use, as in `visible`: those its environment lists, else all.
 
-    Whether a driver stands behind them is known when torch has been imported. Raises EnvironmentProblem like `listed`.
+    Drivers count from 0, also in a container whose only device files are nvidia4 and nvidia5. Whether a driver stands
+    behind them is known when torch has been imported. Raises EnvironmentProblem like `listed_cards`.
     """
     if (own := listed_cards(kind)) is not None:
         return own
     assert kind.nodes is not None, f"{kind.name} has no cards"
     before = kind.nodes.partition("[")[0]
-    numbers = (path.removeprefix(before) for path in glob.glob(kind.nodes))
-    return tuple(sorted((number for number in numbers if number.isdecimal()), key=int))
+    count = sum(path.removeprefix(before).isdecimal() for path in glob.glob(kind.nodes))
+    return tuple(map(str, range(count)))
 
 
 CORE = "core"

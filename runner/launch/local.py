@@ -385,13 +385,9 @@ class LocalLauncher:
 def _local_cards(spec: JobSpec) -> tuple[str, ...] | None:
     """Names of this machine's visible devices; None on the CPU or without samplers.
 
-    Without a list, drivers count from 0. Raises EnvironmentProblem if ranks and samplers need more devices.
+    Raises EnvironmentProblem if ranks and samplers need more devices.
     """
-    from runner.core.device_kinds import listed_cards
-
     there = spec.device.visible() if spec.launch.samplers else None
-    if there is not None and listed_cards(spec.device.kind) is None:
-        there = tuple(map(str, range(len(there))))
     wanted = spec.launch.devices + spec.launch.samplers
     if there is not None and len(there) < wanted:
         asked = f"launch.devices={spec.launch.devices} and launch.samplers={spec.launch.samplers} need {wanted} devices"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.cli.job_builder import compose_job
-from runner.core.device_kinds import ResourceRequest
+from runner.core.device_kinds import KINDS, ResourceRequest
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import placement_text, request_of
@@ -28,6 +31,18 @@ def test_each_job_gets_cards_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert visible_devices_env(ResourceRequest("npu", 1), ("6",)) == {"ASCEND_RT_VISIBLE_DEVICES": "6"}
     slots.release(ResourceRequest("npu", 1), ("5",))
     assert slots.acquire(ResourceRequest("npu", 1)) == ("5",)
+
+
+@pytest.mark.parametrize(("kind", "files"), [("cuda", "nvidia"), ("npu", "davinci")])
+def test_jobs_in_a_container_with_some_of_the_cards_count_from_zero(
+    kind: str, files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("4", "5", "_manager"):
+        (tmp_path / f"{files}{name}").touch()
+    monkeypatch.delenv(str(KINDS[kind].visible), raising=False)
+    monkeypatch.setitem(KINDS, kind, replace(KINDS[kind], nodes=f"{tmp_path}/{files}[0-9]*"))
+    slots, need = slots_for([ResourceRequest(kind, 1)] * 2, None), ResourceRequest(kind, 1)
+    assert [slots.acquire(need) for _ in range(3)] == [("0",), ("1",), None]
 
 
 def test_a_job_that_never_fits_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
