@@ -16,7 +16,7 @@ from hydra.core.config_loader import ConfigLoader
 
 from runner.cli.config_sources import GROUP, hydra_session
 from runner.cli.hydra_compose import SWEEP
-from runner.cli.job_builder import ComposedJob, Composer, JobDraft, decode_draft, re_draft
+from runner.cli.job_builder import ComposedJob, JobDraft, SpecComposer, decode_draft, make_composer
 from runner.cli.overrides import read_overrides
 from runner.cli.sweep_axes import axes_in, decode_sweep_options, recipe_axes, recipe_space, space_in
 from runner.core.errors import Problem, SpecError
@@ -49,12 +49,13 @@ class Expansion:
     """The jobs of a sweep, in the order in which they start, and how they are run.
 
     Of a search, `members` are jobs at the corners of its `space`, which show that it can be run; `fixed` are the words
-    that all its jobs share.
+    that all its jobs share. draft: drafts further jobs of the files as they were read
     """
 
     members: tuple[SweepMember, ...]
     options: SweepConfig
     notes: tuple[str, ...]
+    draft: MakeDraft
     space: tuple[Dimension, ...] = ()
     fixed: tuple[str, ...] = ()
 
@@ -69,9 +70,8 @@ def expand(words: Sequence[str], config_dir: Path | None = None, spec: Path | No
     Raises SpecError with every problem of every job, each with the jobs that have it.
     """
     own, rest = _partition(words)
+    draft = make_draft(config_dir, spec)
     with hydra_session(default_registry(), config_dir) as loader:
-        composer = Composer(loader)
-        draft = composer.draft if spec is None else lambda words: re_draft(spec, words, config_dir)
         if _is_search(own, rest, draft, loader):
             return _expand_search(own, rest, draft, loader)
         axes, fixed, problems = axes_in(rest, loader)
@@ -81,7 +81,13 @@ def expand(words: Sequence[str], config_dir: Path | None = None, spec: Path | No
     options, problems = judged.options(own, varies=any(m.varied for m in members))
     if problems := [*problems, *_duplicate_jobs(members)]:
         raise SpecError(problems)
-    return Expansion(tuple(members), options, judged.notes())
+    return Expansion(tuple(members), options, judged.notes(), draft)
+
+
+def make_draft(config_dir: Path | None, spec: Path | None) -> MakeDraft:
+    """What drafts the jobs of a sweep; it reads each file once, also for later jobs of a search."""
+    composer = make_composer(config_dir)
+    return composer.draft if spec is None else SpecComposer(spec, config_dir, composer).draft
 
 
 def _partition(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -122,7 +128,7 @@ def _expand_search(own: Sequence[str], rest: Sequence[str], draft: MakeDraft, lo
     options, problems = judged.options(own, varies=bool(space))
     if problems:
         raise SpecError(problems)
-    return Expansion(tuple(members), options, judged.notes(), search.space, search.fixed)
+    return Expansion(tuple(members), options, judged.notes(), draft, search.space, search.fixed)
 
 
 def _cases(

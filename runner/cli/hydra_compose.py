@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.defaults_list import DefaultsList, create_defaults_list
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -167,14 +165,12 @@ class Uncomposable(Exception):
         self.problem = problem
 
 
-def compose_files(loader: ConfigLoader, choices: Sequence[TypedOverride]) -> ComposedFiles:
+def compose_files(repository: CachingConfigRepository, choices: Sequence[TypedOverride]) -> ComposedFiles:
     """The files of these choices, put together. Raises Uncomposable."""
     # Hydra's own sweeper, for `override /hydra/sweeper` in a recipe
     lines = [f"+{SWEEPER}=basic", *(line_of(choice) for choice in choices if "@" not in choice.key)]
     try:
-        # Not by `loader.compute_defaults_list`, which reads Hydra's own groups too and keeps nothing that it read.
-        assert isinstance(loader, ConfigLoaderImpl)
-        repository = CachingConfigRepository(loader.repository)
+        # Not by Hydra's `compute_defaults_list`, which reads Hydra's own groups too and keeps nothing that it read.
         found = _defaults_list(repository, lines)
         if second := [choice for choice in choices if "@" in choice.key]:
             there = found.overrides.known_choices  # Hydra needs a + before what no file has chosen
@@ -185,7 +181,7 @@ def compose_files(loader: ConfigLoader, choices: Sequence[TypedOverride]) -> Com
         )
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError, yaml.YAMLError) as error:
         chosen = [f"{choice.key.partition('@')[0]}/{name}" for choice in choices for name in choice.names]
-        raise Uncomposable(composition_problem(error, loader.get_sources(), chosen)) from error
+        raise Uncomposable(composition_problem(error, repository.get_sources(), chosen)) from error
 
 
 def _defaults_list(repository: CachingConfigRepository, lines: list[str]) -> DefaultsList:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.default_element import ResultDefault
 from omegaconf import DictConfig, OmegaConf
@@ -142,32 +144,26 @@ def spec_file(path: Path) -> Path:
 
 def re_draft(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None = None) -> JobDraft:
     """`re_decode` without judging the result."""
-    registry = default_registry()
-    typed, problems = read_overrides(overrides, groups_of(registry))
-    config, translated = _load_spec(spec_yaml)
-    origins = {key: SPEC for key, _ in iter_leaves(OmegaConf.to_container(config))}
-    choices = [t for t in typed if t.choice]
-    if any(t.key == GROUP for t in choices):
-        problems.append(Problem(GROUP, "a spec is already a full job; it takes single overrides", COMMAND_LINE))
-        choices = [t for t in choices if t.key != GROUP]
-    notes: tuple[str, ...] = (f"{spec_yaml}: {translated}",) if translated else ()
-    if choices or config_dir:
-        wrong, more = _sections(choices, registry, config, origins, config_dir)
-        problems, notes = problems + wrong, notes + more
-    return replace(_overlay_command_line(ComposedFiles(config, origins), typed, problems), notes=notes)
+    return SpecComposer(spec_yaml, config_dir).draft(overrides)
 
 
 def draft(words: Sequence[str], config_dir: Path | None = None) -> JobDraft:
     """Compose files and command line without checking the result. Raises SpecError where Hydra fails."""
+    return make_composer(config_dir).draft(words)
+
+
+def make_composer(config_dir: Path | None = None) -> Composer:
+    """What drafts jobs of the files that are there now."""
     with hydra_session(default_registry(), config_dir) as loader:
-        return Composer(loader).draft(words)
+        return Composer(loader)
 
 
 class Composer:
-    """Drafts jobs in one Hydra session; what the files make of equal choices is composed once."""
+    """Drafts jobs, also after its Hydra session: it reads each file once, and composes equal choices once."""
 
     def __init__(self, loader: ConfigLoader) -> None:
-        self._loader = loader
+        assert isinstance(loader, ConfigLoaderImpl)
+        self._repository = CachingConfigRepository(loader.repository)
         self._groups = groups_of(default_registry())
         self._options = cache(partial(group_options, loader.get_sources()))
         self._composed: dict[tuple[str, ...], ComposedFiles | Problem] = {}
@@ -176,26 +172,55 @@ class Composer:
         """As the function of this name."""
         typed, problems = read_overrides(words, self._groups)
         typed, notes = with_demo(typed)
-        choices, wrong, unsure = _check_choices([t for t in typed if t.choice], self._options, self._groups)
-        problems += wrong
-        files = self._files(choices, problems)
+        files, _, unsure = self.files([t for t in typed if t.choice], problems)
         wrong = misplaced_choices(files, self._groups)
         unsure |= {p.key.removesuffix(".name") for p in wrong}
         result = _overlay_command_line(files, typed, problems + wrong)
         return replace(result, unsure=unsure, notes=notes + files.notes)
 
-    def _files(self, choices: Sequence[TypedOverride], problems: Sequence[Problem]) -> ComposedFiles:
-        """A copy of what the files make of these choices. Raises SpecError, with the `problems` so far."""
-        lines = tuple(line_of(choice) for choice in choices)
+    def files(
+        self, choices: Sequence[TypedOverride], problems: list[Problem]
+    ) -> tuple[ComposedFiles, list[TypedOverride], frozenset[str]]:
+        """A copy of what the files make of the valid choices, these, and the groups that the others affect.
+
+        Adds to the `problems` so far. Raises SpecError with them.
+        """
+        kept, wrong, unsure = _check_choices(choices, self._options, self._groups)
+        problems += wrong
+        lines = tuple(line_of(choice) for choice in kept)
         if lines not in self._composed:
             try:
-                self._composed[lines] = compose_files(self._loader, choices)
+                self._composed[lines] = compose_files(self._repository, kept)
             except Uncomposable as error:
                 self._composed[lines] = error.problem
         found = self._composed[lines]
         if isinstance(found, Problem):
             raise SpecError([*problems, found])
-        return replace(found, config=copy.deepcopy(found.config))
+        return replace(found, config=copy.deepcopy(found.config)), kept, unsure
+
+
+class SpecComposer:
+    """Drafts jobs over a saved spec, which is read once. composer: reads the files of chosen components."""
+
+    def __init__(self, spec_yaml: Path, config_dir: Path | None = None, composer: Composer | None = None) -> None:
+        self._path, self._config_dir, self._composer = spec_yaml, config_dir, composer
+        self._config, self._translated = _load_spec(spec_yaml)
+
+    def draft(self, overrides: Sequence[str]) -> JobDraft:
+        """As the function `re_draft`."""
+        typed, problems = read_overrides(overrides, groups_of(default_registry()))
+        config = copy.deepcopy(self._config)
+        origins = {key: SPEC for key, _ in iter_leaves(OmegaConf.to_container(config))}
+        choices = [t for t in typed if t.choice]
+        if any(t.key == GROUP for t in choices):
+            problems.append(Problem(GROUP, "a spec is already a full job; it takes single overrides", COMMAND_LINE))
+            choices = [t for t in choices if t.key != GROUP]
+        notes: tuple[str, ...] = (f"{self._path}: {self._translated}",) if self._translated else ()
+        if choices or self._config_dir:
+            files, kept, _ = (self._composer or make_composer(self._config_dir)).files(choices, problems)
+            _replace_sections(config, origins, files, kept)
+            notes += files.notes if kept else ()
+        return replace(_overlay_command_line(ComposedFiles(config, origins), typed, problems), notes=notes)
 
 
 def decode_draft(drafted: JobDraft, registry: Registry) -> ComposedJob:
@@ -281,21 +306,10 @@ def _is_choice(key: str) -> bool:
     return leaf == "name" and group in groups_of(default_registry())
 
 
-def _sections(
-    choices: Sequence[TypedOverride],
-    registry: Registry,
-    config: DictConfig,
-    origins: dict[str, str],
-    config_dir: Path | None,
-) -> tuple[list[Problem], tuple[str, ...]]:
-    """Replace a spec's sections by newly chosen components; returns problems, and lines to print."""
-    with hydra_session(registry, config_dir) as loader:
-        known = partial(group_options, loader.get_sources())
-        kept, problems, _ = _check_choices(choices, known, groups_of(registry))
-        try:
-            files = compose_files(loader, kept)
-        except Uncomposable as error:
-            raise SpecError([*problems, error.problem]) from error
+def _replace_sections(
+    config: DictConfig, origins: dict[str, str], files: ComposedFiles, kept: Sequence[TypedOverride]
+) -> None:
+    """Replace a spec's sections by newly chosen components."""
     chosen_sections = [choice.key.rpartition("@")[2] for choice in kept]
     if EVALUATION in chosen_sections:  # a preset adds a set, and leaves the section's others
         chosen_sections.remove(EVALUATION)
@@ -307,7 +321,6 @@ def _sections(
         chosen = OmegaConf.select(files.config, section)
         OmegaConf.update(config, section, {} if chosen is None else chosen, merge=False)  # no callback has no section
         origins |= {k: who for k, who in files.origins.items() if k.startswith(f"{section}.")}
-    return problems, files.notes if kept else ()
 
 
 def _load_spec(path: Path) -> tuple[DictConfig, str]:

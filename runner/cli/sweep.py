@@ -13,18 +13,19 @@ import yaml
 
 from runner.checkpoint.config import direction
 from runner.cli.args import UsageError, is_override
-from runner.cli.expand_sweep import Expansion, SweepMember, expand
+from runner.cli.expand_sweep import Expansion, MakeDraft, SweepMember, expand, make_draft
 from runner.cli.hydra_compose import SWEEP
-from runner.cli.job_builder import SPEC, compose_job, re_decode, spec_file
+from runner.cli.job_builder import SPEC, decode_draft, spec_file
 from runner.cli.overrides import TRUST, read_overrides
 from runner.cli.sweep_axes import decode_sweep_options, metric_directions
 from runner.cli.verbs import ACTIONS
-from runner.core.errors import Problem, SpecError
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.launch.preflight import mask_secrets
-from runner.run_dir.manifest import redact
+from runner.run_dir.manifest import fingerprint, redact
 from runner.spec import suggest
 from runner.spec.job import JobSpec
 from runner.spec.metric_check import metric_problems
+from runner.spec.registry import default_registry
 from runner.sweep import commands, plan
 from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig, as_tuple
@@ -64,7 +65,8 @@ def start_sweep(args: Namespace) -> int:
         executor.check(needs)  # refuses what never fits, before a folder is made
         folder = plan.create_sweep_folder(_name(specs))
         made = make_plan(folder, args, expansion, executor.cards)
-        return commands.start_sweep(folder, made, options, executor, propose=proposer(folder, made, executor.cards))
+        propose = proposer(folder, made, executor.cards, expansion.draft)
+        return commands.start_sweep(folder, made, options, executor, propose=propose)
 
 
 def go(args: Namespace) -> int:
@@ -85,12 +87,15 @@ def go(args: Namespace) -> int:
     if begun.search and Path(begun.place) != Path.cwd():
         raise UsageError(f"a search composes jobs while it runs; resume it in its first folder: cd {begun.place}")
     wanted, options = commands.ResumeSelection(args.retry_failed, args.only or ()), _resume_options(begun, words)
-    if begun.search and (problems := _search_problems(begun, begun.search, options)):
-        raise SpecError(problems)
+    draft = None
+    if begun.search:
+        if problems := _search_problems(begun, begun.search, options):
+            raise SpecError(problems)
+        if not args.only and (options.trials or 0) > len(begun.jobs):
+            draft = resume_draft(begun.search)
     with make_executor(options) as executor:
-        return commands.resume_sweep(
-            folder, begun, wanted, options, executor, propose=proposer(folder, begun, executor.cards)
-        )
+        propose = proposer(folder, begun, executor.cards, draft)
+        return commands.resume_sweep(folder, begun, wanted, options, executor, propose=propose)
 
 
 def make_plan(folder: SweepFolder, args: Namespace, expansion: Expansion, cards: Cards) -> Plan:
@@ -100,25 +105,46 @@ def make_plan(folder: SweepFolder, args: Namespace, expansion: Expansion, cards:
     head = (_name(specs), tuple(map(redact, args.words)), base)
     said, best = options.model_dump(mode="json", exclude={"over"}, exclude_unset=True), rankings(options, specs)
     if options.search:
-        where = (str(path.absolute()) if path else None for path in (args.config_dir, args.spec))
-        search = SearchSpace(expansion.space, expansion.fixed, request_of(specs[0], cards), tuple(prefix), *where)
+        config_dir, spec = (str(path.absolute()) if path else None for path in (args.config_dir, args.spec))
+        need = request_of(specs[0], cards)
+        search = SearchSpace(expansion.space, expansion.fixed, need, tuple(prefix), config_dir, spec)
+        search = replace(search, files=_files_fingerprint(search, expansion.draft))
         return Plan(*head, [], said, best, search)
     jobs = [_job(index, member, base, folder, prefix, cards) for index, member in enumerate(members)]
     return Plan(*head, jobs, said, best)
 
 
-def proposer(folder: SweepFolder, begun: Plan, cards: Cards) -> Propose | None:
-    """What makes a job of the values that a search has chosen; None where all jobs are known."""
+def proposer(folder: SweepFolder, begun: Plan, cards: Cards, draft: MakeDraft | None) -> Propose | None:
+    """What makes a job of the values that a search has chosen; None where all jobs are known.
+
+    draft: None if the search proposes no more jobs
+    """
     search = begun.search
     if search is None:
         return None
-    place = Path(search.config_dir) if search.config_dir else None
 
     def propose(index: int, words: Sequence[str], varied: Mapping[str, str]) -> JobPlan:
-        composed = re_decode(spec_file(Path(search.spec)), words, place) if search.spec else compose_job(words, place)
+        assert draft is not None
+        composed = decode_draft(draft(words), default_registry())
         return _job(index, SweepMember(composed, dict(varied)), begun.base, folder, search.prefix, cards)
 
     return propose
+
+
+def _files_fingerprint(search: SearchSpace, draft: MakeDraft) -> str:
+    return fingerprint({"corners": [draft(words).data for words, _ in search.corners()]})
+
+
+def resume_draft(search: SearchSpace) -> MakeDraft:
+    """What drafts further jobs of a search. Raises EnvironmentProblem if its files have changed."""
+    config_dir, spec = (Path(path) if path else None for path in (search.config_dir, search.spec))
+    draft = make_draft(config_dir, spec and spec_file(spec))
+    if search.files not in ("", _files_fingerprint(search, draft)):
+        raise EnvironmentProblem(
+            "a recipe or config file of this search has changed since it began, so further jobs would not compare with "
+            "the earlier ones; undo the change, or start a new search: run -m …"
+        )
+    return draft
 
 
 def _job(

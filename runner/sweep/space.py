@@ -76,7 +76,8 @@ class Dimension:
 class SearchSpace:
     """The dimensions of a search, and the words of a job with certain values.
 
-    fixed: words of all jobs; prefix: options with dashes of their commands
+    fixed: words of all jobs; prefix: options with dashes of their commands; files: a fingerprint of what the config
+    files make of the corners
     """
 
     space: tuple[Dimension, ...]
@@ -85,6 +86,7 @@ class SearchSpace:
     prefix: tuple[str, ...] = ()
     config_dir: str | None = None
     spec: str | None = None
+    files: str = ""
 
     @property
     def always(self) -> tuple[Dimension, ...]:

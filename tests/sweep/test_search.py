@@ -11,9 +11,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from runner.cli import sweep
+from runner.cli.args import parse
 from runner.cli.expand_sweep import Expansion, expand
 from runner.cli.main import main
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
@@ -189,6 +192,42 @@ def test_a_search_is_resumed_where_it_began(
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", "resume", str(folder.root), "sweep.trials=2"]) == 2
     assert "resume it in its first folder: cd " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("edited", ["recipes/mine.yaml", "conf/optimizer/sgd.yaml", "spec.yaml"])
+def test_a_file_that_is_edited_during_a_search_changes_no_job(
+    edited: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("recipes", "conf/optimizer"):
+        (workdir / name).mkdir(parents=True)
+    (workdir / "recipes/mine.yaml").write_text("defaults: [sft_demo]\nsteps: 40\n")
+    (workdir / "conf/optimizer/sgd.yaml").write_text("name: sgd\nmomentum: 0.5\n")
+    assert main(["--cfg", "job", "+recipe=mine"]) == 0
+    (workdir / "spec.yaml").write_text(capsys.readouterr().out)
+    words = ["-m", *BASE[1:], "optimizer=adamw,sgd", "optimizer.lr=interval(1e-4,1e-2)", "sweep.metric=eval/loss"]
+    args = parse([*words, *(["--spec", "spec.yaml"] if edited == "spec.yaml" else ["+recipe=mine"])])
+    found = expand(args.words, spec=args.spec)
+    folder = plans.create_sweep_folder("x")
+    made = sweep.make_plan(folder, args, found, ())
+    plans.write_plan(folder, made)
+    SweepState.create(folder, 0)
+
+    def job() -> dict[str, Any]:
+        propose = sweep.proposer(folder, made, (), found.draft)
+        assert made.search is not None and propose is not None
+        chosen, varied = made.search.words({"optimizer": "optimizer=sgd", "optimizer.lr": 2e-4})
+        data = made.data(propose(0, chosen, varied))
+        return {"steps": data["steps"], **data["optimizer"]}
+
+    before = job()
+    assert (before["steps"], before["momentum"], before["lr"]) == (40, 0.5, 2e-4)
+    whole = (workdir / edited).read_text()
+    (workdir / edited).write_text(whole.replace("40", "400").replace("0.5", "0.9"))
+    assert job() == before
+    assert main(["sweep", "resume", str(folder.root)]) == 2
+    assert "a recipe or config file of this search has changed since it began" in capsys.readouterr().err
+    (workdir / edited).write_text(whole)
+    assert made.search is not None and sweep.resume_draft(made.search)
 
 
 X = Dimension("x", "x", "float", 1e-4, 1.0, log=True)
