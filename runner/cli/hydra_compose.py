@@ -13,6 +13,7 @@ import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -297,8 +298,8 @@ def group_options(sources: Sequence[ConfigSource], group: str) -> list[str]:
     return sorted(found)
 
 
-def known_recipes() -> list[str]:
-    """The recipes that are found without --config-dir; no session is needed, and one may be open."""
-    found = [tuple(url.split("://", 1)) for found in search_order(None) for _, url in found]
+def known_recipes(config_dir: Path | None) -> list[str]:
+    """The recipes that are found with this --config-dir; no session is needed, and one may be open."""
+    found = [tuple(url.split("://", 1)) for found in search_order(config_dir) for _, url in found]
     folders = [place if scheme == RecipesSource.scheme() else f"{place}/{GROUP}" for scheme, place in found]
     return group_options([RecipesSource("", f"{RecipesSource.scheme()}://{folder}") for folder in folders], GROUP)

@@ -48,7 +48,7 @@ from runner.cli.user_yaml import load_yaml
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.spec.base import COMMAND_LINE, iter_leaves, origin_of
 from runner.spec.decode import decode, with_origins
-from runner.spec.job import RECIPE, JobSpec
+from runner.spec.job import CONFIG_DIR, RECIPE, JobSpec
 from runner.spec.registry import Registry, default_registry
 from runner.spec.saved_spec import translate_spec
 from runner.spec.schema import EVALUATION, groups_of, with_second_models
@@ -56,20 +56,32 @@ from runner.spec.suggest import unknown_name
 
 
 def unknown_recipes(spec: JobSpec, origins: Mapping[str, str]) -> list[Problem]:
-    """A problem for each option that names a recipe that does not exist.
-
-    --config-dir is not searched, as it is not passed to an upstream run.
-    """
+    """A problem for each option that names a recipe that does not exist."""
     models = {f"algorithm.{option}": path for option, path in spec.algorithm.upstream_models().items()}
-    paths = {"init_from": spec.init_from or "", **models}
-    named = {key: path.removeprefix(RECIPE) for key, path in paths.items() if path.startswith(RECIPE)}
-    if not named:
-        return []
-    known = known_recipes()
-    files = {key: recipe_file_problem(name) for key, name in named.items() if is_file_name(name)}
-    others = {key: name for key, name in named.items() if key not in files and name not in known}
-    wrong = files | {key: unknown_name(GROUP, name, known) for key, name in others.items()}
+    wrong = {}
+    for key, path in {"init_from": spec.init_from or "", **models}.items():
+        name, _, config_dir = path.removeprefix(RECIPE).partition(CONFIG_DIR)
+        if not path.startswith(RECIPE):
+            continue
+        if is_file_name(name):
+            wrong[key] = recipe_file_problem(name)
+        elif name not in (known := known_recipes(Path(config_dir) if config_dir else None)):
+            wrong[key] = unknown_name(GROUP, name, known)
     return [Problem(key, message, origin_of(key, origins)) for key, message in wrong.items() if message]
+
+
+def _name_config_dir(spec: JobSpec, config_dir: Path | None) -> JobSpec:
+    """The spec whose recipes that run first name the folder of --config-dir, for their composition."""
+    if config_dir is None:
+        return spec
+
+    def own(path: str) -> str:
+        is_bare = path.startswith(RECIPE) and CONFIG_DIR not in path
+        return f"{path}{CONFIG_DIR}{config_dir.absolute()}" if is_bare else path
+
+    models = {option: own(path) for option, path in spec.algorithm.upstream_models().items()}
+    algorithm = spec.algorithm.model_copy(update=models)
+    return spec.model_copy(update={"algorithm": algorithm, "init_from": spec.init_from and own(spec.init_from)})
 
 
 SPEC = "spec.yaml"
@@ -96,6 +108,7 @@ class JobDraft:
     problems: list[Problem]
     unsure: frozenset[str] = frozenset()  # groups whose choice was a mistake: what else is said of them may be wrong
     notes: tuple[str, ...] = ()
+    config_dir: Path | None = None
     entries: tuple[ResultDefault, ...] = ()  # Hydra's defaults list, the first merged first
     sweep: Mapping[str, Any] = field(default_factory=dict)  # what the files say of a sweep, with who said it
     sweep_origins: Mapping[str, str] = field(default_factory=dict)
@@ -155,14 +168,15 @@ def draft(words: Sequence[str], config_dir: Path | None = None) -> JobDraft:
 def make_composer(config_dir: Path | None = None) -> Composer:
     """What drafts jobs of the files that are there now."""
     with hydra_session(default_registry(), config_dir) as loader:
-        return Composer(loader)
+        return Composer(loader, config_dir)
 
 
 class Composer:
     """Drafts jobs, also after its Hydra session: it reads each file once, and composes equal choices once."""
 
-    def __init__(self, loader: ConfigLoader) -> None:
+    def __init__(self, loader: ConfigLoader, config_dir: Path | None = None) -> None:
         assert isinstance(loader, ConfigLoaderImpl)
+        self._config_dir = config_dir
         self._repository = CachingConfigRepository(loader.repository)
         self._groups = groups_of(default_registry())
         self._options = cache(partial(group_options, loader.get_sources()))
@@ -176,7 +190,7 @@ class Composer:
         wrong = misplaced_choices(files, self._groups)
         unsure |= {p.key.removesuffix(".name") for p in wrong}
         result = _overlay_command_line(files, typed, problems + wrong)
-        return replace(result, unsure=unsure, notes=notes + files.notes)
+        return replace(result, unsure=unsure, notes=notes + files.notes, config_dir=self._config_dir)
 
     def files(
         self, choices: Sequence[TypedOverride], problems: list[Problem]
@@ -220,7 +234,8 @@ class SpecComposer:
             files, kept, _ = (self._composer or make_composer(self._config_dir)).files(choices, problems)
             _replace_sections(config, origins, files, kept)
             notes += files.notes if kept else ()
-        return replace(_overlay_command_line(ComposedFiles(config, origins), typed, problems), notes=notes)
+        result = _overlay_command_line(ComposedFiles(config, origins), typed, problems)
+        return replace(result, notes=notes, config_dir=self._config_dir)
 
 
 def decode_draft(drafted: JobDraft, registry: Registry) -> ComposedJob:
@@ -231,7 +246,7 @@ def decode_draft(drafted: JobDraft, registry: Registry) -> ComposedJob:
     problems = list(drafted.problems)
     spec = None
     try:
-        spec = decode(drafted.data, drafted.origins, registry)
+        spec = _name_config_dir(decode(drafted.data, drafted.origins, registry), drafted.config_dir)
         problems += unknown_recipes(spec, drafted.origins)
     except SpecError as error:
         said = {p.key for p in problems}

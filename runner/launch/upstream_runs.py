@@ -47,7 +47,7 @@ from runner.run_dir.folder import OUTPUTS, RunFolder, display_path, read_mapping
 from runner.run_dir.manifest import LIBRARIES, fingerprint
 from runner.run_dir.user_files import imported_files
 from runner.spec.base import iter_leaves
-from runner.spec.job import RECIPE, JobSpec
+from runner.spec.job import CONFIG_DIR, RECIPE, JobSpec
 from runner.tracker.text import labeled_line, print_text
 
 STAGES = OUTPUTS / "stages"
@@ -71,8 +71,10 @@ def upstream_environment() -> Mapping[str, str]:
 def command_words(recipe: str, spec: Mapping[str, Any], *, own_model: bool) -> list[str]:
     """Words of a recipe that a job (`spec`, plain data) runs first, on the job's device.
 
-    own_model: the recipe has its own model; otherwise it uses the job's
+    recipe: its name or file, which may be followed by the --config-dir of the job; own_model: the recipe has its own
+    model; otherwise it uses the job's
     """
+    recipe, _, config_dir = recipe.partition(CONFIG_DIR)
     groups = ("device", "tracker") if own_model else ("device", "model", "tracker")
     # A name as it is, and the path of a file in the grammar of the command line.
     escaped = recipe.replace("\\", "\\\\").replace("'", "\\'")
@@ -80,7 +82,7 @@ def command_words(recipe: str, spec: Mapping[str, Any], *, own_model: bool) -> l
     for group in groups:
         kept = {key: value for key, value in spec[group].items() if key not in JOB_ONLY}
         words += [f"{group}={spec[group]['name']}", *_options(group, kept)]
-    return words
+    return [*words, *(["--config-dir", config_dir] if config_dir else [])]
 
 
 def layout_words(words: Sequence[str], spec: Mapping[str, Any]) -> tuple[list[str], str]:
@@ -110,6 +112,7 @@ def _options(group: str, values: Mapping[str, Any]) -> list[str]:
 
 def cache_folder(recipe: str, words: Sequence[str]) -> Path:
     """The folder of the upstream run of these words. Raises UpstreamRunFailed if they are not a job."""
+    recipe = recipe.partition(CONFIG_DIR)[0]
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe  # a recipe's file
     return STAGES / name / cache_key(words)
 

@@ -26,6 +26,7 @@ from runner.spec.tinker import TinkerConfig
 from runner.tracker.config import TrackerConfig
 
 RECIPE = "recipe:"  # init_from=recipe:NAME: a recipe that is run first
+CONFIG_DIR = " --config-dir "  # recipe:NAME --config-dir FOLDER: with this folder of the job's command line
 AUTO_NAME = "auto"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
-from runner.cli.job_builder import compose_job
+from runner.cli.args import parse
+from runner.cli.job_builder import compose_job, re_decode
 from runner.cli.main import main
 from runner.core.errors import SpecError
 from runner.launch import upstream_runs
 from runner.launch.upstream_runs import (
     UpstreamRunFailed,
+    cache_folder,
     cache_key,
     command_words,
     continue_hint,
     layout_words,
     resolve_init_from,
 )
+from runner.spec.base import iter_leaves
 from tests import command
 from tests.inference.model_folders import write_adapter, write_base
 
@@ -49,6 +56,8 @@ def test_a_used_folder_is_refused_before_a_recipe_is_run_first(
 
 @pytest.mark.slow
 def test_a_recipe_is_run_first_on_this_jobs_model(tmp_path: Path) -> None:
+    mine = _with_recipe(tmp_path)
+    shutil.move(tmp_path / "recipes", mine / "recipes")
     said = run(
         tmp_path,
         "+recipe=grpo_demo",
@@ -60,9 +69,9 @@ def test_a_recipe_is_run_first_on_this_jobs_model(tmp_path: Path) -> None:
         "evaluation.every=0",
         "init_from=recipe:quick",
         "device.threads=2",
-        f"--config-dir={_with_recipe(tmp_path)}",
+        f"--config-dir={mine}",
     )
-    assert "init_from: running +recipe=quick first" in said
+    assert f"init_from: running +recipe=quick --config-dir {mine} first" in said
     counts = [said.count(f"\n{word}  ") for word in ("done", "try it", "continue")]
     assert counts == [2, 1, 1], "what to type next is said of the job alone"
     spec = (tmp_path / "outputs/latest/spec.yaml").read_text()
@@ -263,6 +272,39 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def key(*more: str, recipe: str = "quick") -> str:
     spec = compose_job(["+recipe=sft_demo", *SMALL, *more]).data
     return cache_key(command_words(recipe, spec, own_model=False))
+
+
+@pytest.mark.parametrize("key", ["init_from", "algorithm.teacher"])
+def test_a_recipe_that_runs_first_is_composed_with_the_config_dir_of_the_job(
+    stages: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def composed(words: Sequence[str]) -> dict[str, Any]:
+        args = parse(words)
+        return compose_job(args.words, args.config_dir).data
+
+    (stages / "cluster/optimizer").mkdir(parents=True)
+    (stages / "cluster/optimizer/adamw.yaml").write_text("defaults: [adamw, _self_]\nlr: 7.0e-4\n")
+    shutil.move(stages / "recipes", stages / "cluster/recipes")
+    words = [
+        "data=demo",
+        *SMALL,
+        *(["algorithm=opd", "sampler=torch"] if key == "algorithm.teacher" else []),
+        f"{key}=recipe:second",
+    ]
+    job = compose_job(words, Path("cluster"))
+    again = stages / "spec.yaml"
+    again.write_text(yaml.safe_dump(job.data))
+    found = dict(iter_leaves(re_decode(again, []).data))[key]  # as a job of a sweep, or one that waited in Slurm
+    assert found == f"recipe:second --config-dir {stages / 'cluster'}" == dict(iter_leaves(job.data))[key]
+    recipe = found.removeprefix("recipe:")
+    passed = command_words(recipe, job.data, own_model=False)
+    first = composed(passed)
+    assert (first["optimizer"]["lr"], first["init_from"]) == (7e-4, found.replace("second", "quick"))
+    monkeypatch.setattr(upstream_runs, "_resolve_spec", composed)
+    folder = cache_folder(recipe, passed)
+    assert folder.parent == Path("outputs/stages/second")
+    (stages / "cluster/optimizer/adamw.yaml").write_text("defaults: [adamw, _self_]\nlr: 8.0e-4\n")
+    assert cache_folder(recipe, passed) != folder
 
 
 def test_a_recipe_that_runs_first_trains_all_weights_of_a_quantized_base(stages: Path) -> None:
