@@ -23,6 +23,7 @@ from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.launch.preflight import mask_secrets
 from runner.run_dir.manifest import fingerprint, redact
 from runner.spec import suggest
+from runner.spec.base import iter_leaves
 from runner.spec.job import JobSpec
 from runner.spec.metric_check import metric_problems
 from runner.spec.registry import default_registry
@@ -47,7 +48,7 @@ def start_sweep(args: Namespace) -> int:
         documents = [member.composed.data for member in expansion.members]
         print(yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True, explicit_start=True), end="")
         return 0
-    expansion = _mask_secrets(expansion)
+    expansion = mask_expansion(expansion)
     specs = [member.composed.spec for member in expansion.members]
     options = expansion.options
     if options.on == "local":
@@ -122,11 +123,12 @@ def proposer(folder: SweepFolder, begun: Plan, cards: Cards, draft: MakeDraft | 
     search = begun.search
     if search is None:
         return None
+    noted = {key for key, _ in iter_leaves(begun.base)}  # the start of the sweep has printed the notes
 
     def propose(index: int, words: Sequence[str], varied: Mapping[str, str]) -> JobPlan:
         assert draft is not None
-        composed = decode_draft(draft(words), default_registry())
-        return _job(index, SweepMember(composed, dict(varied)), begun.base, folder, search.prefix, cards)
+        member = SweepMember(decode_draft(draft(words), default_registry()), dict(varied))
+        return _job(index, _mask_member(member, noted), begun.base, folder, search.prefix, cards)
 
     return propose
 
@@ -161,16 +163,18 @@ def _job(
     )
 
 
-def _mask_secrets(expansion: Expansion) -> Expansion:
+def mask_expansion(expansion: Expansion) -> Expansion:
     """The jobs as sweep.json may hold them. Raises SecurityError for a secret that cannot be masked."""
     noted: set[str] = set()
-    members = []
-    for member in expansion.members:
-        spec = mask_secrets(member.composed.spec, member.composed.origins, noted)
-        words = [redact(word) for word in member.composed.overrides]
-        composed = replace(member.composed, spec=spec, data=spec.model_dump(mode="json"), overrides=words)
-        members.append(SweepMember(composed, {key: redact(value) for key, value in member.varied.items()}))
-    return replace(expansion, members=tuple(members), fixed=tuple(map(redact, expansion.fixed)))
+    members = tuple(_mask_member(member, noted) for member in expansion.members)
+    return replace(expansion, members=members, fixed=tuple(map(redact, expansion.fixed)))
+
+
+def _mask_member(member: SweepMember, noted: set[str]) -> SweepMember:
+    spec = mask_secrets(member.composed.spec, member.composed.origins, noted)
+    words = [redact(word) for word in member.composed.overrides]
+    composed = replace(member.composed, spec=spec, data=spec.model_dump(mode="json"), overrides=words)
+    return SweepMember(composed, {key: redact(value) for key, value in member.varied.items()})
 
 
 def _refuse_search(expansion: Expansion, options: SweepConfig) -> None:

@@ -28,6 +28,7 @@ from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder, SweepState, f
 from runner.sweep.results import MetricsTail, read_results
 from runner.sweep.search import OptunaTrials, Propose
 from runner.sweep.space import Dimension, SearchSpace
+from tests.run_dir.test_manifest import CANARIES
 from tests.sweep import toy
 
 pytest.importorskip("optuna")
@@ -228,6 +229,19 @@ def test_a_file_that_is_edited_during_a_search_changes_no_job(
     assert "a recipe or config file of this search has changed since it began" in capsys.readouterr().err
     (workdir / edited).write_text(whole)
     assert made.search is not None and sweep.resume_draft(made.search)
+
+
+def test_a_job_that_a_search_proposes_has_no_secret(workdir: Path) -> None:
+    (workdir / "recipes").mkdir()
+    text = f"defaults: [sft_demo, override /tracker: wandb]\ntracker:\n  tags: [{CANARIES['openai']}]\n"
+    (workdir / "recipes/mine.yaml").write_text(text)
+    args = parse(["-m", *BASE[1:], "+recipe=mine", "optimizer.lr=interval(1e-4,1e-2)", "sweep.metric=eval/loss"])
+    found = sweep.mask_expansion(expand(args.words))
+    made = sweep.make_plan(SweepFolder(workdir), args, found, ())
+    propose = sweep.proposer(SweepFolder(workdir), made, (), found.draft)
+    assert made.search is not None and propose is not None
+    job = propose(0, *made.search.words({"optimizer.lr": 2e-4}))
+    assert CANARIES["openai"] not in json.dumps(made.data(job)) and made.data(job)["tracker"]["tags"]
 
 
 X = Dimension("x", "x", "float", 1e-4, 1.0, log=True)
