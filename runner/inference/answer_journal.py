@@ -13,12 +13,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.core.fsync_io import storage_errors
 from runner.core.media import without_media
-from runner.inference.engine import Engine, FinishReason, GenerationRequest, SamplingParams
+from runner.inference.engine import FinishReason, GenerationRequest, SamplingParams
 from runner.interfaces import Request, Rollout
+
+if TYPE_CHECKING:
+    from runner.inference.torch_engine import TorchEngine
 
 
 class AnswerJournal:
@@ -70,7 +73,7 @@ class JournaledSampler:
     temperature: 0 = greedy; on_answer: called after each new answer; stop, stop_token_ids: see `SamplingParams`
     """
 
-    engine: Engine
+    engine: TorchEngine
     tokenizer: Any
     journal: AnswerJournal
     temperature: float

@@ -8,20 +8,11 @@ A request joins and leaves between two steps. One thread drives an engine: no me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
-
-from runner.interfaces.sampling import ModelLimits
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Literal
 
 FinishReason = Literal["stop", "length"]
 LogprobsMode = Literal["raw", "processed"]  # of `TokenEvent.top_logprobs`: of raw_logprob's distribution, or logprob's
-# What happens to requests that are running when weights are loaded: they are finished first ("drain"), cancelled
-# ("abort"), or continue afterwards with the keys and values that the older weights computed ("keep").
-PauseMode = Literal["drain", "abort", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,43 +77,3 @@ class TokenScore:
 
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...]
-
-
-class Engine(Protocol):
-    """Generates answers to requests, token by token."""
-
-    @property
-    def limits(self) -> ModelLimits: ...  # what bounds an answer
-
-    @property
-    def num_running(self) -> int: ...  # requests that have a row
-
-    @property
-    def num_waiting(self) -> int: ...  # requests that have none yet
-
-    @property
-    def is_idle(self) -> bool: ...  # no request is waiting or running
-
-    @property
-    def weight_version(self) -> int: ...  # of the weights that the next step uses
-
-    # Raises DataError for a prompt without a token, with an id outside the vocabulary, or without room for its answer
-    def submit(self, request: GenerationRequest) -> None: ...
-
-    def step(self) -> list[TokenEvent]: ...  # one token of each running request; [] when there is nothing to do
-
-    def cancel(self, id: str) -> None: ...  # no event of it follows; nothing happens to one that is finished
-
-    # Until `resume` no waiting request joins. drain: `step` finishes those that run; keep: `step` does nothing;
-    # abort: they are cancelled, and their ids returned
-    def pause(self, mode: PauseMode) -> list[str]: ...
-
-    def resume(self) -> None: ...
-
-    # None: the weights are the trainer's own. Raises ValueError while a request runs that no `pause` has stopped
-    def load_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None: ...
-
-    # Of each token but the first; `logprobs` as in SamplingParams
-    def score(self, ids: Sequence[int], logprobs: int, adapter: str | None = None) -> list[TokenScore]: ...
-
-    def close(self) -> None: ...

@@ -109,7 +109,7 @@ class EngineClient:
             yield replace(event, request_id=own[event.request_id])
 
     async def score(self, ids: Sequence[int], logprobs: int, adapter: str | None) -> list[TokenScore]:
-        """Log-probabilities of all tokens but the first; see `Engine`."""
+        """Log-probabilities of all tokens but the first; see `TorchEngine`."""
         found = await self.call("score", list(ids), logprobs, adapter)
         return [TokenScore(logprob, tuple((i, v) for i, v in top)) for logprob, top in found]
 

@@ -164,7 +164,7 @@ class EngineHost:
         if differing:
             text = f"the weights in {folder} are not the served model's: {len(differing)} differ, such as"
             raise ValueError(f"{text} {differing[0]}; to serve an adapter, merge it first (run export --merge)")
-        self.engine.load_weights(None, self._begin_load())
+        self.engine.weight_version = self._begin_load()
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(found[name])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.core.chat_answer import ChatAnswer
 from runner.core.errors import DataError
@@ -18,13 +18,16 @@ from runner.data.chat import Renderer
 from runner.data.examples import user_message
 from runner.inference.answer_text import TextStream, hidden_token_ids
 from runner.inference.chat_prompt import render_chat
-from runner.inference.engine import Engine, GenerationRequest, SamplingParams
+from runner.inference.engine import GenerationRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from runner.inference.torch_engine import TorchEngine
 
 _ids = count()
 
 
 def stream_answer(
-    engine: Engine,
+    engine: TorchEngine,
     tokenizer: Any,
     prompt_ids: Sequence[int],
     params: SamplingParams,
@@ -65,7 +68,7 @@ class Conversation:
     messages: system prompt first, if there is one; images: of the next message
     """
 
-    engine: Engine
+    engine: TorchEngine
     renderer: Renderer
     params: SamplingParams
     system: str = ""

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from runner.core.errors import DataError, TrainingDiverged
 from runner.core.media import MEDIA_ID
-from runner.inference.engine import FinishReason, GenerationRequest, PauseMode, SamplingParams, TokenEvent, TokenScore
+from runner.inference.engine import FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenScore
 from runner.interfaces import Decide, GenerativeModel
 from runner.interfaces.media import images_of, vocabulary_ids
 from runner.model.generation import DecodingBatch
 from runner.sampler.sampling import SamplingRule, StopCriteria, sample_tokens, truncate_logits, uniform_stream
-from runner.sampler.torch import copy_weights
 
 MAX_NUM_SEQS = 32
 LEAST_TEMPERATURE = 1e-20  # logits that are divided by less may not be finite
@@ -50,10 +49,10 @@ class _RunningRow:
 
 
 class TorchEngine:
-    """See `Engine`; runs the model in this process.
+    """Generates answers to requests, token by token; runs the model in this process.
 
-    From its first step or score until `load_weights` or `close` the model is in generation mode: its own attention, a
-    single adapter merged into its base where that is exact. Gradients are off within a call only.
+    From its first step or score until `leave_generation_mode` or `close` the model is in generation mode: its own
+    attention, a single adapter merged into its base where that is exact. Gradients are off within a call only.
 
     max_num_seqs: most requests that run at once, of each adapter; adapters: names that a request may choose, with
     their names in the peft model, to which others may join; None = the model has none, or a single one that always
@@ -77,7 +76,6 @@ class TorchEngine:
         self._failed: list[str] = []
         self._mode = ExitStack()
         self._is_generating = False
-        self._paused: PauseMode | None = None
         self.weight_version = 0
 
     # --- requests ---
@@ -147,7 +145,7 @@ class TorchEngine:
         Raises TrainingDiverged if logits are not finite; those of one adapter of several end its requests alone, which
         `pop_failed` then returns.
         """
-        if self._paused == "keep" or self.is_idle:
+        if self.is_idle:
             return []
         self.enter_generation_mode()
         events: list[TokenEvent] = []
@@ -156,7 +154,7 @@ class TorchEngine:
             if not batch.waiting and not batch.rows:
                 continue
             with self._with_adapter(adapter):
-                for advance in (batch.decode, batch.admit) if self._paused is None else (batch.decode,):
+                for advance in (batch.decode, batch.admit):
                     if found := advance():
                         events += self._sample_or_fail(*found)
         return events
@@ -263,33 +261,6 @@ class TorchEngine:
         return found
 
     # --- weights ---
-
-    def pause(self, mode: PauseMode) -> list[str]:
-        """Let no request join until `resume`; see `Engine`."""
-        self._paused = mode
-        running = [row for batch in self._batches.values() for row in batch.rows if not row.is_finished]
-        if mode != "abort":
-            return []
-        for row in running:
-            row.is_finished = True
-        return [row.request.id for row in running]
-
-    def resume(self) -> None:
-        """Let waiting requests join, and running ones continue."""
-        self._paused = None
-
-    def load_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
-        """Copy `weights`, named as the model's trainable parameters, and call them `version`.
-
-        None: they are the trainer's own, which has changed them. Raises ValueError while requests run that are not
-        paused.
-        """
-        if self.num_running and self._paused != "keep":
-            raise ValueError(f"{self.num_running} requests are running; pause the engine and finish or cancel them")
-        self.leave_generation_mode()
-        if weights is not None:
-            copy_weights(self._model.trainable(), weights)
-        self.weight_version = version
 
     def add_adapter(self, name: str, peft_name: str) -> None:
         """Let requests choose one more adapter, which the model has as `peft_name`; between two steps."""

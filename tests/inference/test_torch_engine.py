@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runner.adapter.config import LoraConfig
@@ -229,56 +228,6 @@ def test_adapters_by_name_answer_side_by_side_as_each_alone() -> None:
         assert tokens(together[f"{name} 1"])[:1] == greedy(model, prompts[1:], 1)[0]
 
 
-def changed(model: CausalLM, by: float) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    return {name: p.detach() + by * torch.randn_like(p) for name, p in model.trainable().items()}
-
-
-def test_weights_are_loaded_between_two_tokens_of_a_request() -> None:
-    """With an adapter, which is merged while tokens are generated."""
-    model, [row] = attach(LoraConfig(rank=4), causal("qwen2"), decide=Decisions()), rows((6,))
-    params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
-    made, before, after = engine(model), changed(model, 0.0), changed(model, 0.5)
-    old = tokens(run(made, [GenerationRequest("old", tuple(row), params)])["old"])
-    made.submit(GenerationRequest("0", tuple(row), params))
-    events = [event for _ in range(3) for event in made.step()]
-    with pytest.raises(ValueError, match="1 requests are running"):
-        made.load_weights(after, 7)
-    made.pause("keep")
-    made.submit(GenerationRequest("1", tuple(row), params))
-    assert made.step() == [] and made.num_waiting == 1
-    made.load_weights(after, 7)
-    made.resume()
-    while not made.is_idle:
-        events += made.step()
-    kept = [event for event in events if event.request_id == "0"]
-    assert [event.weight_version for event in kept] == [0] * 3 + [7] * 5
-    assert tokens(kept)[:3] == old[:3]
-    fresh = [event for event in events if event.request_id == "1"]
-    made.close()
-    assert tokens(fresh) == tokens(run(engine(model), [GenerationRequest("2", tuple(row), params)])["2"]) != old
-    engine(model).load_weights(before, 8)
-    assert tokens(run(engine(model), [GenerationRequest("3", tuple(row), params)])["3"]) == old
-
-
-def test_a_pause_finishes_or_cancels_what_runs() -> None:
-    model = causal("qwen2")
-    requests = [GenerationRequest(str(at), tuple(p), GREEDY) for at, p in enumerate(rows((4, 7, 5)))]
-    made = engine(model, max_num_seqs=2)
-    for request in requests:
-        made.submit(request)
-    made.step()
-    assert made.pause("drain") == []
-    finished = set[str]()
-    while made.num_running:
-        finished |= {event.request_id for event in made.step() if event.finish_reason}
-    assert finished == {"0", "1"} and made.num_waiting == 1 and made.step() == []
-    made.load_weights(None, 1)
-    made.resume()
-    made.step()
-    assert made.pause("abort") == ["2"] and made.is_idle
-
-
 def test_logits_that_are_not_finite_are_an_error() -> None:
     model = causal("llama")
     made = engine(model)
@@ -309,7 +258,7 @@ def test_a_model_learns_after_its_engine_is_closed_and_gradients_are_never_left_
     for work in (
         lambda used: used.score([1, 2, 3], 0),
         lambda used: run(used, [GenerationRequest("a", (1, 2), GREEDY)]),
-        lambda used: [used.score([1, 2, 3], 0), used.load_weights(None, 1), used.score([1, 2, 3], 0)],
+        lambda used: [used.score([1, 2, 3], 0), used.leave_generation_mode(), used.score([1, 2, 3], 0)],
     ):
         used = engine(model)
         work(used)
