@@ -91,7 +91,7 @@ class RewardBuilder:
         )
         if reward is None:
             return None
-        from runner.parallelism.rollout_partition import partition_reward
+        from runner.parallelism.rollout_partition import PartitionedReward
         from runner.reward.trial import try_reward
 
         if prompts and not spec.environment.has_score:  # else a reward reads what only an episode has
@@ -99,7 +99,7 @@ class RewardBuilder:
             run_on_rank0(
                 everyone, lambda: try_reward(reward, spec.reward, prompts, self.tokenizer, self.decide, option)
             )
-        return partition_reward(reward, peers)
+        return PartitionedReward(reward, peers)
 
 
 def conversation_encoder(tokenizer: Any, date: str | None) -> Callable[..., list[int]]:

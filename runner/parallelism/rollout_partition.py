@@ -23,7 +23,6 @@ from runner.interfaces import (
     Completion,
     RankCollectives,
     Request,
-    Reward,
     Rollout,
     Sampler,
     SamplerWrapper,
@@ -140,15 +139,23 @@ class PartitionedReward:
 
     def score(self, groups: Sequence[Sequence[Completion]]) -> Scores:
         """See `Reward`; all ranks pass the same."""
-        owners = self._owners(groups)
+        return self.score_components(groups)[0]
 
-        def score(mine: Sequence[int]) -> Scores:
+    def score_components(self, groups: Sequence[Sequence[Completion]]) -> tuple[Scores, Parts]:
+        """The scores, and those of each component, if the reward has any; all ranks pass the same."""
+
+        def work(mine: Sequence[int]) -> list[tuple[Any, Any]]:
             chosen = [groups[i] for i in mine]
-            found: Scores = self._reward.score(chosen)
-            refuse_wrong_scores(self._reward, found, chosen)
-            return found
+            if hasattr(self._reward, "score_components"):
+                scores, parts = self._reward.score_components(chosen)
+            else:
+                scores, parts = self._reward.score(chosen), [[{} for _ in group] for group in chosen]
+            refuse_wrong_scores(self._reward, scores, chosen)
+            return list(zip(scores, parts, strict=True))
 
-        return run_partitioned(self._peers, owners, score)
+        costs = [sum(len(one.ids) for one in group) for group in groups]
+        found = run_partitioned(self._peers, balance_by_cost(costs, self._peers.size), work)
+        return [scores for scores, _ in found], [parts for _, parts in found]
 
     def with_peers(self, peers: RankCollectives) -> Self:
         """The same reward for another thread with its own collectives."""
@@ -157,9 +164,6 @@ class PartitionedReward:
     def close(self) -> None:
         """See `Reward`."""
         self._reward.close()
-
-    def _owners(self, groups: Sequence[Sequence[Completion]]) -> list[int]:
-        return balance_by_cost([sum(len(one.ids) for one in group) for group in groups], self._peers.size)
 
 
 def refuse_wrong_scores(reward: Any, found: Any, groups: Sequence[Sequence[Completion]]) -> None:
@@ -174,24 +178,3 @@ def refuse_wrong_scores(reward: Any, found: Any, groups: Sequence[Sequence[Compl
         f"{name}.score returned {found!r:.200}\n  expected a list for each of {len(groups)} groups, with a finite "
         "number or None for each completion; runner.testing.check_reward tests a reward"
     )
-
-
-class PartitionedSumReward(PartitionedReward):
-    """A `PartitionedReward` of a reward with components."""
-
-    def score_components(self, groups: Sequence[Sequence[Completion]]) -> tuple[Scores, Parts]:
-        """The scores, and those of each component."""
-
-        def work(mine: list[int]) -> list[tuple[Any, Any]]:
-            chosen = [groups[i] for i in mine]
-            scores, parts = self._reward.score_components(chosen)
-            refuse_wrong_scores(self._reward, scores, chosen)
-            return list(zip(scores, parts, strict=True))
-
-        found = run_partitioned(self._peers, self._owners(groups), work)
-        return [scores for scores, _ in found], [parts for _, parts in found]
-
-
-def partition_reward(reward: Reward, peers: RankCollectives) -> PartitionedReward:
-    """The reward, partitioned over ranks."""
-    return (PartitionedSumReward if hasattr(reward, "score_components") else PartitionedReward)(reward, peers)

@@ -17,9 +17,9 @@ from runner.model.tiny import byte_tokenizer
 from runner.parallelism.environment_partition import PartitionedEnvironments, PartitionedEpisodes
 from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import (
+    PartitionedReward,
     PartitionedSampler,
     Rank0Sampler,
-    partition_reward,
 )
 from tests.parallelism.worlds import on_ranks
 
@@ -118,7 +118,7 @@ def groups(*lengths: Sequence[int]) -> list[list[Completion]]:
 
 def scored(world: ParallelContext) -> tuple[Any, Any, int, str]:
     inner: Any = Length()
-    reward: Any = partition_reward(inner, world.rollout_peers)
+    reward: Any = PartitionedReward(inner, world.rollout_peers)
     given = groups((1, 2), (3, 4), (), (5, 5))
     found = reward.score(given), reward.score_components(given)
     try:
@@ -151,7 +151,7 @@ def test_a_wrong_number_of_scores_or_no_number_names_the_reward(wrong: Any) -> N
         def score_components(self, groups: Sequence[Sequence[Completion]]) -> tuple[Any, Any]:
             return wrong, [[{}, {}]]
 
-    reward: Any = partition_reward(Broken(), SingleProcess())
+    reward: Any = PartitionedReward(Broken(), SingleProcess())
     for score in (reward.score, reward.score_components):
         with pytest.raises(
             EnvironmentProblem, match=r"Broken\.score returned .*\n  expected a list for each of 1 groups"
@@ -161,9 +161,10 @@ def test_a_wrong_number_of_scores_or_no_number_names_the_reward(wrong: Any) -> N
 
 def test_a_reward_without_parts_has_none_when_it_is_shared() -> None:
     class Plain:
-        score, close = Length.score, Length.close
+        def score(self, groups: Sequence[Sequence[Completion]]) -> Any:
+            return [[1.0 for _ in group] for group in groups]
 
-    assert not hasattr(partition_reward(Plain(), Any), "composed")  # type: ignore[arg-type]
+    assert PartitionedReward(Plain(), SingleProcess()).score_components(groups((1, 2))) == ([[1.0, 1.0]], [[{}, {}]])
 
 
 class Counter:
