@@ -35,12 +35,12 @@ from runner.sampler.base import SamplingConfig
 from runner.sampler.rollout_journal import RolloutJournal
 from runner.sampler.server.job_token import job_token
 from runner.sampler.server.pool import SamplerPool
-from runner.sampler.sync_probe import SyncProbe
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
 from runner.trainer.callbacks import DeviceStats
 from runner.weight_sync.publisher import Publisher
 from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.sync_probe import SyncProbe
 from runner.weight_sync.transports import DeviceCopy, SameModel, SharedFiles, Weights, WeightTransport
 from runner.weight_sync.weight_store import WeightStore
 

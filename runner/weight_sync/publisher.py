@@ -10,32 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
-
-from torch import Tensor
+from typing import TypeVar
 
 from runner.core.batch import pack
 from runner.distributed.work_partition import SINGLE_PROCESS, run_on_all
 from runner.interfaces import LOGPROBS, BaseCallback, Model, RankCollectives, Sampler, StepResult
+from runner.weight_sync.sync_probe import SyncProbe
 from runner.weight_sync.transports import WeightTransport
 
 T = TypeVar("T")
-
-
-class Probe(Protocol):
-    """What compares a sampler with the trainer after every load."""
-
-    @property
-    def rows(self) -> Sequence[Sequence[int]]: ...  # of ids
-
-    @property
-    def last_difference(self) -> float: ...  # how far the sampler was off at its newest load
-
-    def expect(self, version: int, scores: Sequence[Sequence[float]]) -> None: ...
-
-    def drop_below(self, version: int) -> None: ...
-
-    def load(self, sampler: Sampler, weights: Mapping[str, Tensor] | None, version: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -49,7 +32,7 @@ class Publisher(BaseCallback):
     route: WeightTransport
     sampler: Sampler
     lag: int
-    probe: Probe | None = None
+    probe: SyncProbe | None = None
     learner: Model | None = None
     peers: RankCollectives = SINGLE_PROCESS
     _first: int | None = None

@@ -21,10 +21,10 @@ from runner.core.errors import RunnerError, SamplerError
 from runner.interfaces import Request, Rollout, StepResult
 from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import Rank0Sampler
-from runner.sampler.sync_probe import SyncProbe
 from runner.trainer.learner import LocalLearner
 from runner.weight_sync.publisher import Publisher
 from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.sync_probe import SyncProbe
 from runner.weight_sync.transports import SharedFiles
 from runner.weight_sync.weight_checksum import weights_digest
 from runner.weight_sync.weight_store import StoredWeights, WeightStore

@@ -24,11 +24,11 @@ from runner.distributed.work_partition import SINGLE_PROCESS
 from runner.interfaces import Request, Rollout, StepResult
 from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import Rank0Sampler
-from runner.sampler.sync_probe import ROWS, TOKENS, SyncProbe
 from runner.trainer.learner import LocalLearner
 from runner.trainer.loop import ExperienceQueue
 from runner.weight_sync.publisher import Publisher, scores
 from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.sync_probe import ROWS, TOKENS, SyncProbe
 from runner.weight_sync.transports import DeviceCopy, SameModel, SharedFiles, WeightTransport
 from runner.weight_sync.weight_store import StoredWeights, WeightStore
 from tests.model import zoo

@@ -28,7 +28,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.sampler.sampling import SamplingRule
 from runner.sampler.server.openai_client import GarbledError, StatusError
 from runner.sampler.server.protocol import InvalidAnswerError
-from runner.sampler.sync_probe import mean_difference
+from runner.weight_sync.sync_probe import mean_difference
 
 if TYPE_CHECKING:
     from runner.sampler.server.openai_server import OpenAiServer

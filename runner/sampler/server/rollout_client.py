@@ -52,7 +52,7 @@ from runner.sampler.server.protocol import (
     encode_rows,
     endpoint_path,
 )
-from runner.sampler.sync_probe import mean_difference
+from runner.weight_sync.sync_probe import mean_difference
 from runner.weight_sync.weight_store import StoredWeights
 
 T = TypeVar("T")

@@ -28,8 +28,8 @@ from runner.sampler.config import ServerSamplerConfig
 from runner.sampler.server import openai_client as client_module
 from runner.sampler.server.build import build
 from runner.sampler.server.openai_sampler import OpenAiSampler
-from runner.sampler.sync_probe import SyncProbe
 from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.sync_probe import SyncProbe
 from runner.weight_sync.weight_store import WeightStore
 from tests.model.zoo import causal, module, rows
 from tests.sampler.server.standin import OTHER, V10, V11, V14, V23, V32, Fault, StandIn, Version, served

@@ -31,8 +31,8 @@ from runner.interfaces import Request, Rollout
 from runner.sampler.config import ServerSamplerConfig
 from runner.sampler.server.build import build
 from runner.sampler.server.openai_sampler import OpenAiSampler
-from runner.sampler.sync_probe import SyncProbe
 from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.sync_probe import SyncProbe
 from runner.weight_sync.weight_store import WeightStore
 from tests.model.zoo import module
 from tests.ports import free_port

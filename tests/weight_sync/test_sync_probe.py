@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from runner.core.tolerance import TOLERANCES
-from runner.sampler.sync_probe import SyncProbe
+from runner.weight_sync.sync_probe import SyncProbe
 
 VOCABULARY, SPREAD = 2000, 3.0  # of logits, as a trained model's
 

@@ -1,6 +1,6 @@
 """The sync probe: after a weight sync, samplers score fixed rows, which must match the trainer.
 
-    publisher ──expect(version, log-probabilities)──▶ Probe ◀──load, score── each sampler, after every load
+    publisher ──expect(version, log-probabilities)──▶ SyncProbe ◀──load, score── each sampler, after every load
 
 It finds what no digest does: an engine that has the bytes and does not use them (weights tied again, in another layout,
 under another name). Such an error is of the order of nats. In bfloat16 correct engines differ, too: log-probabilities
@@ -34,7 +34,7 @@ Scores = Sequence[Sequence[float]]  # of each row, of all ids but the first
 class SyncProbe:
     """Expected scores of `rows` by version.
 
-    last: the largest mean absolute difference of log-probabilities at the newest load, in nats
+    last_difference: the largest mean absolute difference of log-probabilities at the newest load, in nats
     """
 
     def __init__(self, rows: Sequence[Sequence[int]], limit: float) -> None:
