@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
 import openai
 import psutil
 import pytest
@@ -32,6 +33,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.core.subprocess import ChildProcess
 from runner.distributed.work_partition import SINGLE_PROCESS
 from runner.environment.config import AgentEnvironmentConfig
+from runner.inference.agent_session import AgentSession
 from runner.interfaces import Prompt, Request, Rollout
 from runner.model.tiny import byte_tokenizer
 from tests.environment.test_function import Seen, demo
@@ -294,7 +296,9 @@ def test_reasoning_that_a_client_drops_is_a_rewritten_history(play: Play) -> Non
     assert group.samples[0].counts == {"turns": 2, "rows": 2, "unmatched_histories": 1, "unread_turns": 0}
 
 
-def test_parallel_branches_of_async_clients_in_several_sessions(play: Play) -> None:
+def test_parallel_branches_of_async_clients_in_several_sessions(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.algorithm.program_episodes.GATHER_S", 30.0)  # a busy machine starts them one by one
+
     async def talk(task: dict[str, Any]) -> float:
         async with openai.AsyncOpenAI(base_url=task["base_url"], api_key="EMPTY", max_retries=0) as client:
 
@@ -324,6 +328,7 @@ def test_parallel_branches_of_async_clients_in_several_sessions(play: Play) -> N
 
 def test_a_stream_that_is_aborted_leaves_right_rows(play: Play) -> None:
     """The program goes on from the part that it has read: text of its own, a new row. What nobody read is no turn."""
+    asked = threading.Event()
 
     def program(task: dict[str, Any]) -> None:
         with client_of(task) as client:
@@ -331,16 +336,20 @@ def test_a_stream_that_is_aborted_leaves_right_rows(play: Play) -> None:
             part = next(text for chunk in stream if (text := chunk.choices[0].delta.content))
             stream.close()
             ask(client, [user("a"), {"role": "assistant", "content": part}, user("b")])
-            with pytest.raises(httpx.ReadTimeout):  # it goes while the policy writes
-                httpx.post(
-                    f"{task['base_url']}/chat/completions",
-                    json={"model": "any", "messages": [user("late")]},
-                    timeout=0.3,
-                )
+            url, body = urlsplit(task["base_url"]), json.dumps({"model": "any", "messages": [user("late")]})
+            leaving = HTTPConnection(url.netloc)
+            leaving.request("POST", f"{url.path}/chat/completions", body, {"Content-Type": "application/json"})
+            assert asked.wait(60)
+            leaving.close()  # while the policy writes
             ask(client, [user("a")])
 
     def speak(text: str) -> str:
-        time.sleep(1.0 if "late" in text else 0.0)
+        if "late" in text:
+            asked.set()
+            [environments] = play.builders[-1].built  # type: ignore[attr-defined]
+            [session], end = environments.sessions.values(), time.monotonic() + 60
+            while any(one.is_taken for one in session.waiting.calls) and time.monotonic() < end:
+                time.sleep(0.01)  # until its end is noticed
         return "a longer text"
 
     [group], policy, _ = play(program, speak)
@@ -386,10 +395,19 @@ FAILING = {
 
 @pytest.mark.parametrize("way", FAILING)
 def test_a_program_that_fails_leaves_its_episode_out(
-    way: str, play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    way: str, play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one goes on; what the failed one has started ends with it."""
     line, kind = FAILING[way]
+    check, started = AgentSession.check, tmp_path / "my_agent.py.pid"
+
+    def hasten(session: AgentSession) -> None:
+        """Leave a program that hangs little time, and the other one, on a busy machine, all of it."""
+        if way == "hangs" and session.number == 1 and started.exists() and started.read_text():
+            session._config = session._config.model_copy(update={"timeout_s": 0.1})
+        check(session)
+
+    monkeypatch.setattr(AgentSession, "check", hasten)
     source = f"""
 import json, os, subprocess, sys, urllib.request
 task = json.load(sys.stdin)
@@ -401,7 +419,7 @@ if task["columns"]["answer"] == "1":
     {line}
 print(0.5)
 """
-    groups, policy, seen = play(source, lambda text: "hi", prompts=2, timeout_s=3.0)
+    groups, policy, seen = play(source, lambda text: "hi", prompts=2, timeout_s=60.0)
     check_rows(policy, groups)
     good, bad = (group.samples[0] for group in groups)
     assert (good.finish, good.reward, bad.finish, bad.reward) == ("stop", 1.0, "failed", None)
@@ -409,8 +427,7 @@ print(0.5)
     for one in play.builders:  # type: ignore[attr-defined]
         one.close()
     assert f"1 of 2 episodes were left out: 1 × {kind}" in caplog.text
-    pid = int((tmp_path / "my_agent.py.pid").read_text())
-    end = time.monotonic() + 20
+    pid, end = int(started.read_text()), time.monotonic() + 60
     while psutil.pid_exists(pid) and time.monotonic() < end and way != "kills its guard":
         time.sleep(0.05)
     assert not psutil.pid_exists(pid) or way == "kills its guard"

@@ -8,7 +8,10 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,18 +22,18 @@ from runner.launch import supervisor, worker_process
 from runner.launch.local import LocalLauncher
 from runner.launch.supervisor import Supervisor
 from runner.run_dir.folder import RunFolder
-from tests.launch.several import alive, gone
+from tests.launch.several import alive, gone, state
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Toy ranks and samplers, and a launcher that waits less for them."""
+    """Toy ranks and samplers, and a launcher that waits less for those that do not end."""
     monkeypatch.setitem(worker_process.PROGRAMS, "rank", ("-m", "tests.launch.toy_rank"))
     monkeypatch.setitem(worker_process.PROGRAMS, "sampler", ("-m", "tests.launch.toy_sampler", "sampler"))
     monkeypatch.setattr(supervisor, "GRACE_S", 0.5)
-    monkeypatch.setattr(supervisor, "CAUSE_S", 0.4)
+    monkeypatch.setattr(supervisor, "CAUSE_S", 60.0)
     monkeypatch.setattr(worker_process, "DUMP_S", 0.3)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -50,13 +53,31 @@ def ended(folder: Path, one: Supervisor) -> str:
     """What the team's run ends with, the code first; nothing of it runs on."""
     with pytest.raises(RunnerError) as caught:
         one.run()
-    assert not alive([rank["pid"] for rank in said(folder)])
+    assert not alive(said_pids(folder))
     return f"{caught.value.exit_code}: {caught.value}"
 
 
 def said(folder: Path) -> list[dict[str, Any]]:
     """What each rank found in its environment."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("ranks/*.said"))]
+
+
+@contextmanager
+def meanwhile(look: Callable[[], object]) -> Iterator[None]:
+    """Call `look` again and again in a thread while the block runs."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(0.02):
+            look()
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_each_rank_knows_where_all_meet_and_only_the_first_one_listens(
@@ -91,6 +112,7 @@ def test_an_error_of_one_rank_is_said_with_its_name_and_code(tmp_path: Path, mon
 
 
 def test_an_error_that_all_ranks_meet_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "GRACE_S", 60.0)
     assert ended(tmp_path, a_team(tmp_path, monkeypatch, _0="same", _1="same", _2="same")) == "3: line 7 is no JSON"
 
 
@@ -102,14 +124,37 @@ def test_a_rank_that_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_rank_that_hangs_is_named_with_its_place_once_another_has_waited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = ended(tmp_path, a_team(tmp_path, monkeypatch, timeout_s=40, _0="waited", _1="hang", _2="waited"))
+    one = a_team(tmp_path, monkeypatch, timeout_s=40, _0="waited", _1="hang", _2="waited")
+    log = tmp_path / "ranks" / "1.log"
+
+    def shorten_wait() -> None:
+        if sum(rank.heartbeat.report is not None for rank in one.members) == 2:
+            monkeypatch.setattr(supervisor, "CAUSE_S", 0.4)
+
+    def wait_for_stacks(seconds: float) -> None:
+        end = time.monotonic() + 60
+        while "in stuck_here\n" not in log.read_text() and time.monotonic() < end:
+            time.sleep(0.02)
+
+    monkeypatch.setattr(supervisor, "GRACE_S", 60.0)
+    monkeypatch.setattr(worker_process, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait_for_stacks))
+    with meanwhile(shorten_wait):
+        text = ended(tmp_path, one)
     assert text.startswith("6: rank 1 of 3 does not respond; the others waited 40 s")
     assert re.search(r"rank 1 of 3 is in step \d, at .*toy_rank.py:\d+, in stuck_here\n", text), text
     assert "run.log" in text and "ranks/*.log" in text
 
 
 def test_a_stopped_rank_is_found_by_its_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = ended(tmp_path, a_team(tmp_path, monkeypatch, timeout_s=6, _0="long", _1="stop", _2="long"))
+    one = a_team(tmp_path, monkeypatch, timeout_s=60, _0="long", _1="stop", _2="long")
+
+    def let_silence_pass() -> None:
+        heard = [rank.heartbeat.last_heard for rank in one.members if rank.heartbeat.begun]
+        if len(heard) == 3 and min(heard) == heard[1] and state(one.members[1].heartbeat.where["pid"]) == "T":
+            one.members[1].heartbeat.last_heard -= 60
+
+    with meanwhile(let_silence_pass):
+        text = ended(tmp_path, one)
     assert text.startswith("6: rank 1 of 3 does not respond") and "is stopped (SIGSTOP)" in text
 
 

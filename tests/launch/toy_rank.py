@@ -21,7 +21,8 @@ from runner.launch.worker_process import enable_stack_dumps
 STEPS, STEP_S = 10, 0.05
 
 
-def stuck_here() -> None:
+def stuck_here(folder: Path) -> None:
+    (folder / "stuck").touch()
     threading.Event().wait()
 
 
@@ -31,7 +32,7 @@ def misbehave(asked: str, link: HeartbeatWriter, place: RankInfo, folder: Path) 
     if asked == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if asked == "hang":
-        stuck_here()
+        stuck_here(folder)
     if asked == "wordless":
         os._exit(9)
     error = {
@@ -39,9 +40,12 @@ def misbehave(asked: str, link: HeartbeatWriter, place: RankInfo, folder: Path) 
         "same": DataError("line 7 is no JSON"),
         "waited": DeadlineExceeded(f"{place}, summing: another rank did not arrive"),
     }[asked]
-    if asked == "waited":  # for ranks that do not respond, not for those that a busy machine has not started yet
-        killed = [rank for rank, what in json.loads(os.environ["TOY"]).items() if what == "kill"]
-        while len(list(folder.glob("*.said"))) < place.size or any(runs(folder / f"{rank}.said") for rank in killed):
+    if asked == "waited":  # for ranks that have done what they are asked, which a busy machine may start later
+        toys = json.loads(os.environ["TOY"])
+        ending, stuck = [rank for rank, what in toys.items() if what in ("kill", "data")], "hang" in toys.values()
+        while len(list(folder.glob("*.said"))) < place.size or any(runs(folder / f"{rank}.said") for rank in ending):
+            time.sleep(STEP_S)
+        while stuck and not (folder / "stuck").exists():
             time.sleep(STEP_S)
         time.sleep(0.3)
     link.report(ExitReport.from_error(error))

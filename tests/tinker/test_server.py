@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from runner.tinker import requests
 from runner.tinker.checkpoints import CheckpointPath
 from runner.tinker.messages import MESSAGES, Datum
 from runner.tinker.server import BuiltServer, read_keys
-from runner.tinker.state import BaseModel
+from runner.tinker.state import BaseModel, ServerState
 from tests.tinker.servers import Client, Records, encode_pass, running, supervised
 
 Server = tuple[str, Records, BuiltServer]
@@ -53,6 +53,19 @@ def losses(client: Client, model_id: str, first: int, count: int) -> list[float]
     for one in steps:
         client.result(one)
     return found
+
+
+def when_held(monkeypatch: pytest.MonkeyPatch, started: Mapping[str, str], work: Callable[[], object]) -> None:
+    """Do `work` in a thread as soon as the server holds a request for the result of `started`."""
+    held, get = threading.Event(), requests.Futures.get
+
+    def note(futures: requests.Futures, request_id: str, owner: str) -> Any:
+        if request_id == started["request_id"]:
+            held.set()
+        return get(futures, request_id, owner)
+
+    monkeypatch.setattr(requests.Futures, "get", note)
+    threading.Thread(target=lambda: held.wait(60) and work(), daemon=True).start()
 
 
 def test_a_client_trains_saves_and_samples(server: Server, client: Client) -> None:
@@ -140,7 +153,9 @@ def test_a_request_that_is_sent_again_is_computed_once(server: Server, client: C
     assert len(sessions) == 1
 
 
-def test_clients_beside_one_that_fails_waits_or_sends_much_get_the_numbers_they_get_alone(client: Client) -> None:
+def test_clients_beside_one_that_fails_waits_or_sends_much_get_the_numbers_they_get_alone(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = client.session()
     models = [client.train(session, number) for number in range(4)]
     wanted = losses(client, models[0], 1, 3)
@@ -157,8 +172,7 @@ def test_clients_beside_one_that_fails_waits_or_sends_much_get_the_numbers_they_
         answer = client.result(started)
         assert answer["category"] == "user" and "advantages have a value that is NaN" in answer["error"]
     assert {client.result(started)["metrics"]["tokens:sum"] for started in large} == {2500}
-    waiting = threading.Timer(0.1, lambda: client.post(f"sessions/{session}/finish", {}))
-    waiting.start()
+    when_held(monkeypatch, stuck, lambda: client.post(f"sessions/{session}/finish", {}))
     assert "has ended" in client.result(stuck)["error"]
 
 
@@ -303,11 +317,11 @@ def test_a_pending_future_is_held(client: Client, monkeypatch: pytest.MonkeyPatc
     begin = time.monotonic()
     answer = client.http.post("retrieve_future", json=started)
     assert answer.status_code == 408 and answer.json()["type"] == "try_again" and time.monotonic() - begin >= 0.5
-    waiting = threading.Timer(0.1, lambda: client.begin_step(model_id, 1))
-    waiting.start()
+    monkeypatch.setattr("runner.tinker.training_routes.HOLD_S", 50.0)
+    when_held(monkeypatch, started, lambda: client.begin_step(model_id, 1))
     begin = time.monotonic()
     assert client.http.post("retrieve_future", json=started).status_code == 200
-    assert time.monotonic() - begin < 0.4, "an event wakes it"
+    assert time.monotonic() - begin < 30, "an event wakes it"
 
 
 def test_a_slow_client_holds_nobody(server: Server, client: Client) -> None:
@@ -325,7 +339,14 @@ def test_a_slow_client_holds_nobody(server: Server, client: Client) -> None:
 def test_a_session_without_heartbeat_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.tinker.server.CLEAN_UP_S", 1)
     monkeypatch.setattr(requests, "GAP_S", 0.5)
-    with running(tmp_path, "tinker.session_timeout_s=3") as (url, records, _):
+    states = list[ServerState]()
+
+    def build_state(*parts: Any) -> ServerState:
+        states.append(ServerState(*parts))
+        return states[0]
+
+    monkeypatch.setattr("runner.tinker.server.ServerState", build_state)
+    with running(tmp_path, "tinker.session_timeout_s=300") as (url, records, _):
         client = Client(url)
         session, other = client.session(), client.session()
         sampling = {"session_id": other, "sampling_session_seq_id": 0, "base_model": "tiny"}
@@ -338,9 +359,14 @@ def test_a_session_without_heartbeat_ends(tmp_path: Path, monkeypatch: pytest.Mo
         answer = client.result(stuck)
         assert "request 1 of this client did not arrive within 0.5 s" in answer["error"]
         found = losses(client, model_id, 3, 1)
-        for _ in range(12):
-            client.post("session_heartbeat", {"session_id": session})
-            time.sleep(0.4)
+        sessions = states[0].sessions
+        before = sessions[session].last_seen
+        client.post("session_heartbeat", {"session_id": session})
+        assert sessions[session].last_seen > before
+        sessions[other].last_seen -= 400
+        end = time.monotonic() + 60
+        while not records.ended and time.monotonic() < end:
+            time.sleep(0.05)
         assert records.ended == [gone] and other not in client.http.get("sessions").json()["sessions"]
         assert found + losses(client, model_id, 5, 1) == wanted
         answer = client.http.post("session_heartbeat", json={"session_id": other})
