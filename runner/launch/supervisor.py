@@ -174,6 +174,9 @@ class Supervisor:
         reports = [member.heartbeat.report for member in self.members if member.heartbeat.report is not None]
         if not reports or any(report.kind != "waited" for report in reports):
             return []
+        ended = self._exit_cause([member for member in self.members if not member.is_running()])
+        if ended is not None and ended.strength < LAGGED:  # such as a killed rank, which reports nothing
+            return []
         self.waited_since = self.waited_since or now
         return [m for m in running if m.heartbeat.report is None] if now - self.waited_since > CAUSE_S else []
 

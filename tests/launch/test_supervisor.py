@@ -102,6 +102,8 @@ def test_what_the_user_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_killed_rank_is_the_cause_also_where_others_waited_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(supervisor, "GRACE_S", 1.0)
+    monkeypatch.setattr(supervisor, "CAUSE_S", 0.1)  # long before the other one would be killed
     text = ended(tmp_path, a_team(tmp_path, monkeypatch, _0="waited", _1="kill", _2="long"))
     assert text.startswith("75: rank 1 of 3 was killed (SIGKILL)") and "continue: run resume" in text
 
