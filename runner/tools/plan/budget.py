@@ -8,24 +8,24 @@ from functools import cache
 from runner.device.cards import GIB, Card
 from runner.spec.job import JobSpec
 from runner.tools.plan.estimate import Estimate, estimate
-from runner.tools.plan.measure import longest_row_tokens
+from runner.tools.plan.measure import longest_unit_tokens
 
 LARGEST = 2**17  # tokens: a larger micro-batch is not faster
 
 
 def largest_micro_batch(spec: JobSpec, card: Card) -> tuple[int, str]:
-    """Tokens, and why: a power of two that fits, or the longest row, if that is more or nothing fits."""
+    """Tokens, and why: a power of two that fits, or the longest item, if that is more or nothing fits."""
 
     @cache
     def plan(size: int) -> Estimate:
         return estimate(with_micro_batch(spec, size), card)
 
-    longest = longest_row_tokens(spec)
+    longest = longest_unit_tokens(spec)
     enough = min(plan(longest).work.tokens, LARGEST)  # a step has no more, or it would not be faster
     sizes = [longest, *(2**k for k in range(longest.bit_length(), (enough - 1).bit_length() + 1))]
     fitting = bisect_left(sizes, True, key=lambda size: not plan(size).fits(card))
     if not fitting:
-        return longest, f"the longest row; by the estimate of run plan it may not fit the {card.name}"
+        return longest, f"the longest item; by the estimate of run plan it may not fit the {card.name}"
     tokens = sizes[fitting - 1]
     most, memory = (f"{size / GIB:.1f}" for size in (plan(tokens).fullest_band(card).high, card.memory))
     limit = "" if fitting < len(sizes) else f"; more than {enough} would not be faster"

@@ -154,9 +154,19 @@ def longest_row_tokens(spec: JobSpec) -> int:
     return (spec.data.max_length or ASSUMED_LENGTH) + spec.sampler.answer_tokens()
 
 
+def longest_unit_tokens(spec: JobSpec) -> int:
+    """Tokens of the longest unit, which no micro-batch divides: a row, or both rows of a pair."""
+    return longest_row_tokens(spec) * (2 if spec.algorithm.item_kind == "pairs" else 1)
+
+
+def full_micro_batch_tokens(spec: JobSpec) -> int:
+    """Tokens of the largest micro-batch: a unit above algorithm.micro_batch_tokens is one of its own."""
+    return max(spec.algorithm.micro_batch_budget, longest_unit_tokens(spec))
+
+
 def micro_batch(spec: JobSpec, ranks: int = 1) -> Batch:
     """A full micro-batch of the longest rows, or the tokens that one of `ranks` has of it."""
-    budget = -(-spec.algorithm.micro_batch_budget // ranks)
+    budget = -(-full_micro_batch_tokens(spec) // ranks)
     row = min(longest_row_tokens(spec), budget)
     lengths = [row] * (budget // row)
     if rest := budget - sum(lengths):

@@ -16,7 +16,7 @@ from typing import Any
 from runner.model.flops import head_size
 from runner.model.initial_weights import DTYPES
 from runner.spec.job import JobSpec
-from runner.tools.plan.measure import Passes
+from runner.tools.plan.measure import Passes, full_micro_batch_tokens
 from runner.tools.plan.model import published_config
 from runner.tools.plan.rank_layout import (
     MemoryTerm,
@@ -116,7 +116,7 @@ class MemoryBreakdown:
 
     def _tokens(self) -> int:
         """Tokens of a micro-batch that the rank computes."""
-        return ceil(self.spec.algorithm.micro_batch_budget / self.spread.mesh.cp)
+        return ceil(full_micro_batch_tokens(self.spec) / self.spread.mesh.cp)
 
     def _pass_terms(self) -> list[MemoryTerm]:
         """What forward and backward passes take, of the model whose passes take most."""

@@ -12,7 +12,7 @@ from runner.sampler.vllm.arguments import ALONE
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tools.plan.estimate import MemoryBand, estimate
-from runner.tools.plan.measure import longest_row_tokens
+from runner.tools.plan.measure import longest_unit_tokens
 from runner.tools.plan.model import architecture
 from runner.tools.plan.rollout_memory import engine_share, engine_sleep_level
 
@@ -63,9 +63,9 @@ def engine_memory_share(spec: JobSpec) -> Iterator[Change]:
 
 
 def smaller_micro_batches(spec: JobSpec) -> Iterator[Change]:
-    """Fewer tokens at once, down to one row."""
+    """Fewer tokens at once, down to one row or pair."""
     cost = "the same update; lower device utilization"
-    yield from _halving(spec, "algorithm.micro_batch_tokens", longest_row_tokens(spec), cost)
+    yield from _halving(spec, "algorithm.micro_batch_tokens", longest_unit_tokens(spec), cost)
 
 
 def sharding(spec: JobSpec) -> Iterator[Change]:
@@ -95,7 +95,7 @@ def spreading_experts(spec: JobSpec) -> Iterator[Change]:
 def sharing_rows(spec: JobSpec) -> Iterator[Change]:
     """Tokens of a row on several ranks, where a micro-batch is no more than one."""
     mesh = spec.parallelism.mesh(spec.launch.world)
-    if spec.algorithm.micro_batch_budget < 2 * longest_row_tokens(spec) and mesh.cp == 1:
+    if spec.algorithm.micro_batch_budget < 2 * longest_unit_tokens(spec) and mesh.cp == 1:
         for ranks in _divisors(mesh.dp_size):
             cost = "the same update; ranks split the tokens of each sequence and exchange keys and values"
             yield from _with_mesh(spec, {"cp": ranks}, cost)

@@ -17,7 +17,7 @@ from runner.device.cards import Card
 from runner.model.flops import attention_pairs, head_size
 from runner.model.initial_weights import DTYPES
 from runner.spec.job import JobSpec
-from runner.tools.plan.measure import longest_row_tokens
+from runner.tools.plan.measure import full_micro_batch_tokens, longest_row_tokens, longest_unit_tokens
 from runner.tools.plan.rank_layout import ModelWeights, ParameterCount, RankLayout, StageLayout
 
 
@@ -52,10 +52,9 @@ def rank_work(
 ) -> RankWork:
     """The work of a rank of this stage. whole, own: by role, the models, and what slices have of them."""
     mesh = spread.mesh
-    rows = spec.algorithm.batch_size * spec.algorithm.samples_per_prompt
-    rows *= 2 if spec.algorithm.item_kind == "pairs" else 1
-    tokens = ceil(rows * longest_row_tokens(spec) / mesh.dp_size)
-    cuts = ceil(tokens / spec.algorithm.micro_batch_budget)
+    units = spec.algorithm.batch_size * spec.algorithm.samples_per_prompt
+    tokens = ceil(units * longest_unit_tokens(spec) / mesh.dp_size)
+    cuts = ceil(tokens / full_micro_batch_tokens(spec))
     sending = sent_bytes_by_purpose(spec, shape, spread, stage, own.values(), tokens, cuts)
     together = mesh.tp * mesh.cp * mesh.pp
     flops, again = (count / together for count in update_flops(spec, whole.values(), tokens))

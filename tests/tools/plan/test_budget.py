@@ -62,6 +62,11 @@ def test_the_longest_row_is_the_least() -> None:
     )
 
 
+def test_a_pair_is_the_least_where_it_is_longer() -> None:
+    spec = compose_job(("+recipe=dpo_demo", "device=cuda", "init_from=null", "data.max_length=600", WANTED)).spec
+    assert largest_micro_batch(spec, CARD._replace(memory=GIB // 2))[0] == 1200
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -92,6 +92,18 @@ def test_a_plan_counts_what_a_run_counts(compose: Any, kind: str, adapter: str) 
     assert estimate(spec).work.flops == pytest.approx(counted, rel=1e-12)
 
 
+def test_what_is_longer_than_a_micro_batch_is_counted_whole(compose: Any) -> None:
+    words = (*SMALL, "init_from=null", "algorithm.batch_size=8", "parallelism=pp", "launch.devices=2")
+    rows, whole = (
+        estimate(compose("+recipe=sft_demo", *words, f"algorithm.micro_batch_tokens={size}")) for size in (32, 64)
+    )
+    assert rows.phases == whole.phases and rows.work == whole.work and rows.work.micro_batches == 8
+    pairs, both = (
+        estimate(compose("+recipe=dpo_demo", *words, f"algorithm.micro_batch_tokens={size}")) for size in (64, 128)
+    )
+    assert pairs.phases == both.phases and pairs.work.micro_batches == 8 and pairs.work.tokens == 8 * 128
+
+
 def test_what_is_recomputed_is_counted_apart(compose: Any) -> None:
     words = ("+recipe=sft_demo", *SMALL, "algorithm.batch_size=8")
     whole, half = (estimate(compose(*words, f"model.gradient_checkpointing={way}")) for way in ("true", "selective"))

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from runner.algorithm.preference.learning import pack_pairs
+from runner.core.micro_batches import micro_batches
+from runner.interfaces import PreferencePair
 from runner.parallelism.mesh import Mesh
 from runner.tools.plan import measure
 from runner.tools.plan.measure import Passes, micro_batch
@@ -140,6 +143,24 @@ def test_ranks_that_share_the_tokens_of_rows_take_their_share(compose: Any) -> N
 def test_a_micro_batch_is_full_of_the_longest_rows(compose: Any) -> None:
     spec = compose("+recipe=sft_demo", "data.max_length=100", "algorithm.micro_batch_tokens=250")
     assert micro_batch(spec).rows["lengths"].tolist() == [100, 100, 50]
+
+
+LONG = ("data.max_length=5000", "model.max_positions=8192")
+
+
+@pytest.mark.parametrize("budget", ["64", "null"])
+def test_a_row_above_the_budget_is_a_micro_batch_of_its_own(compose: Any, budget: str) -> None:
+    spec = compose("+recipe=sft_demo", *LONG, f"algorithm.micro_batch_tokens={budget}")
+    assert micro_batch(spec).rows["lengths"].tolist() == [5000] and micro_batch(spec, 4).num_tokens == 1250
+
+
+def test_a_pair_is_not_divided_between_micro_batches(compose: Any) -> None:
+    words = ("+recipe=dpo_demo", "data.max_length=100", "algorithm.micro_batch_tokens=150")
+    planned = micro_batch(compose(*words))
+    pair = PreferencePair((1,), (2,) * 99, (3,) * 99)  # its rows have 100 tokens each
+    trained = list(micro_batches(pack_pairs([pair] * 2, share=False), 150))
+    assert [one.rows["lengths"].tolist() for one in trained] == [[100, 100]] * 2
+    assert planned.rows["lengths"].tolist() == [100, 100]
 
 
 def test_storages_are_counted_once_and_until_nobody_holds_them() -> None:
