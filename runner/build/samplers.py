@@ -128,9 +128,10 @@ def _report_padding(vocab_size: int, tokenizer: Any, decide: Decisions) -> None:
 def _report_episode_limit(spec: JobSpec, sampler: Sampler, decide: Decisions) -> None:
     """Where the policy's turns alone may outgrow the model: the words of the environment come on top."""
     turns = spec.environment.most_turns()
-    whole = longest_row(spec) + (turns - 1) * spec.sampler.answer_tokens()
+    whole = (spec.data.max_length or 0) + spec.episode_tokens()
     if turns > 1 and sampler.max_model_len is not None and whole > sampler.max_model_len:
-        asked = f"a prompt and {turns} turns can have {whole} tokens, without the environment's messages"
+        alone = ", without the environment's messages" if spec.environment.episode_token_limit() is None else ""
+        asked = f"a prompt and {turns} turns can have {whole} tokens{alone}"
         decide.record_fact("environment", f"episodes are truncated at {sampler.max_model_len} tokens", asked)
 
 

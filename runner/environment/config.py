@@ -26,6 +26,10 @@ class EnvironmentConfig(ComponentConfig):
         """Most turns of the policy in one episode."""
         return 1
 
+    def episode_token_limit(self) -> int | None:
+        """Most tokens of an episode after its prompt, the environment's messages included; None = the model's."""
+        return None
+
     def is_repeatable(self) -> bool:
         """Whether runs with the same seed give the same bytes: not where it matters which tool is the faster."""
         return True
@@ -134,6 +138,9 @@ class ToolEnvironmentConfig(EnvironmentConfig):
 
     def most_turns(self) -> int:
         return self.max_turns
+
+    def episode_token_limit(self) -> int | None:
+        return self.max_episode_tokens
 
     def is_repeatable(self) -> bool:
         return self.lockstep

@@ -51,6 +51,11 @@ class SamplerConfig(ComponentConfig):
         """Most answers in work at once."""
         return None
 
+    @property
+    def length_limit(self) -> int | None:
+        """Most tokens of prompt and answer, or of an episode; None = as the model allows."""
+        return None
+
     def answer_tokens(self) -> int:
         """Most tokens of one answer."""
         return 0

@@ -99,6 +99,10 @@ class VllmSamplerConfig(SamplingConfig):
     def sleep_level(self) -> int | None:
         return self.sleep
 
+    @property
+    def length_limit(self) -> int | None:
+        return self.max_model_len
+
     def weights_dtype(self, products: Dtype) -> Dtype | None:
         return self.dtype or products
 

@@ -103,6 +103,11 @@ class JobSpec(Config):
         why = "with data.mixture_weights each source has its own epochs"
         return [("epochs", f"{why}; set steps instead, or leave out data.mixture_weights")]
 
+    def episode_tokens(self) -> int:
+        """Most tokens after a prompt: the environment's limit, or all turns without its messages."""
+        turns = self.sampler.answer_tokens() * self.environment.most_turns()
+        return self.environment.episode_token_limit() or turns
+
     def stored_dtype(self, *, trains: bool = True) -> Dtype:
         """The data type that a model's own weights are stored in; without `trains`, of a reference model."""
         return self.optimizer.weights_dtype if trains and self.adapter.trains_base else self.model.compute_dtype

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from runner.build.components import build_tokenizer, longest_row
 from runner.build.data import build_data, resolve_max_length
-from runner.build.samplers import engine_row_limit
+from runner.build.samplers import _report_episode_limit, engine_row_limit
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, SpecError
@@ -64,6 +65,23 @@ def test_an_engine_has_room_for_whole_episodes(rows: str) -> None:
     assert engine_row_limit(compose_job(job).spec) == 2**31  # of which the sampler's build() takes what the model has
     assert engine_row_limit(compose_job(job := [*job, "data.max_length=32"]).spec) == 52
     assert engine_row_limit(compose_job([*job, "environment=calculator"]).spec) == 2**31
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("environment=calculator",), "a prompt and 4 turns can have 112 tokens, without the environment's messages"),
+        (("max_episode_tokens=70",), "a prompt and 8 turns can have 102 tokens"),
+        (("max_episode_tokens=60",), None),
+    ],
+)
+def test_episodes_that_outgrow_the_sampler_are_said(words: tuple[str, ...], said: str | None) -> None:
+    job = ["+recipe=grpo_demo", "data.max_length=32", "sampler.max_new_tokens=20"]
+    if words[0] != "environment=calculator":
+        job += ["environment=function", "environment.path=shop.py:Shop"]
+        words = (f"environment.{words[0]}",)
+    _report_episode_limit(compose_job([*job, *words]).spec, SimpleNamespace(max_model_len=100), decide := Decisions())  # type: ignore[arg-type]
+    assert [fact["reason"] for fact in decide.records()["facts"]] == ([said] if said else [])
 
 
 @pytest.mark.parametrize("recipe", ["sft_demo", "grpo_demo"])

@@ -9,6 +9,7 @@ from runner.device.cards import GIB, Card
 from runner.spec.job import JobSpec
 from runner.tools.plan.estimate import Estimate, estimate
 from runner.tools.plan.measure import longest_unit_tokens
+from runner.tools.plan.model import architecture
 
 LARGEST = 2**17  # tokens: a larger micro-batch is not faster
 
@@ -20,7 +21,7 @@ def largest_micro_batch(spec: JobSpec, card: Card) -> tuple[int, str]:
     def plan(size: int) -> Estimate:
         return estimate(with_micro_batch(spec, size), card)
 
-    longest = longest_unit_tokens(spec)
+    longest = longest_unit_tokens(spec, architecture(spec.model)[0])
     enough = min(plan(longest).work.tokens, LARGEST)  # a step has no more, or it would not be faster
     sizes = [longest, *(2**k for k in range(longest.bit_length(), (enough - 1).bit_length() + 1))]
     fitting = bisect_left(sizes, True, key=lambda size: not plan(size).fits(card))

@@ -131,7 +131,7 @@ def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
     engine = engine_memory(spec, shape, whole, card)
     beside = None if spec.launch.samplers else engine
     samplers = sampler_devices(spec, shape, whole, engine)
-    least = min_sampling_seconds(spec, whole, card) if spec.algorithm.needs_sampler else None
+    least = min_sampling_seconds(spec, shape, whole, card) if spec.algorithm.needs_sampler else None
     shelf = shared_memory_terms(spec, whole, spread)
     plans = []
     for stage in spread.stages(shape.get_text_config().num_hidden_layers):

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack
+from runner.model.batch_layout import max_row_length
 from runner.model.flops import is_expert
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
@@ -89,7 +90,7 @@ class Passes:
 def _run(spec: JobSpec, head: Head, shape: Any, spread: RankLayout, headed: bool) -> Pass:
     model = build_meta_model(spec, head, shape)
     model.set_varlen_kernel(partial(fused_attention, dtype=model.compute_dtype), decide=Decisions())
-    batch = micro_batch(spec, spread.mesh.cp)
+    batch = micro_batch(spec, shape, spread.mesh.cp)
     learning = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
     stored = {name: p.element_size() for name, p in learning.items()}
     if spread.is_sharded:  # layers come from other ranks in what they compute in
@@ -149,25 +150,31 @@ def needed_outputs(spec: JobSpec, head: Head) -> frozenset[str]:
     return frozenset(own | ({"values"} if head == "lm+value" else set()))
 
 
-def longest_row_tokens(spec: JobSpec) -> int:
-    """Tokens of the longest row, its answer included."""
-    return (spec.data.max_length or ASSUMED_LENGTH) + spec.sampler.answer_tokens()
+def longest_row_tokens(spec: JobSpec, shape: Any) -> int:
+    """Tokens of the longest row, its answer or episode included.
+
+    shape: the transformers config of the model. An episode ends where model or sampler have no room for another turn.
+    """
+    longest = (spec.data.max_length or ASSUMED_LENGTH) + spec.episode_tokens()
+    if spec.environment.most_turns() == 1:
+        return longest
+    return min(longest, spec.sampler.length_limit or longest, (max_row_length(shape) or (longest, ""))[0])
 
 
-def longest_unit_tokens(spec: JobSpec) -> int:
+def longest_unit_tokens(spec: JobSpec, shape: Any) -> int:
     """Tokens of the longest unit, which no micro-batch divides: a row, or both rows of a pair."""
-    return longest_row_tokens(spec) * (2 if spec.algorithm.item_kind == "pairs" else 1)
+    return longest_row_tokens(spec, shape) * (2 if spec.algorithm.item_kind == "pairs" else 1)
 
 
-def full_micro_batch_tokens(spec: JobSpec) -> int:
+def full_micro_batch_tokens(spec: JobSpec, shape: Any) -> int:
     """Tokens of the largest micro-batch: a unit above algorithm.micro_batch_tokens is one of its own."""
-    return max(spec.algorithm.micro_batch_budget, longest_unit_tokens(spec))
+    return max(spec.algorithm.micro_batch_budget, longest_unit_tokens(spec, shape))
 
 
-def micro_batch(spec: JobSpec, ranks: int = 1) -> Batch:
+def micro_batch(spec: JobSpec, shape: Any, ranks: int = 1) -> Batch:
     """A full micro-batch of the longest rows, or the tokens that one of `ranks` has of it."""
-    budget = -(-full_micro_batch_tokens(spec) // ranks)
-    row = min(longest_row_tokens(spec), budget)
+    budget = -(-full_micro_batch_tokens(spec, shape) // ranks)
+    row = min(longest_row_tokens(spec, shape), budget)
     lengths = [row] * (budget // row)
     if rest := budget - sum(lengths):
         lengths.append(rest)

@@ -116,7 +116,7 @@ class MemoryBreakdown:
 
     def _tokens(self) -> int:
         """Tokens of a micro-batch that the rank computes."""
-        return ceil(full_micro_batch_tokens(self.spec) / self.spread.mesh.cp)
+        return ceil(full_micro_batch_tokens(self.spec, self.shape) / self.spread.mesh.cp)
 
     def _pass_terms(self) -> list[MemoryTerm]:
         """What forward and backward passes take, of the model whose passes take most."""
@@ -191,6 +191,8 @@ def frozen_model_terms(
             terms.append(MemoryTerm(role, _scoring_share(same, spread, number).frozen_bytes))
     if spec.reward.runs_model:
         left_out.append("the reward model")
+    if spec.environment.most_turns() > 1 and spec.environment.episode_token_limit() is None:
+        left_out.append("the environment's messages, which may lengthen an episode up to the model's limit")
     if spec.sampler.served:
         left_out.append("the server of sampler=server")
     return terms, left_out

@@ -65,7 +65,8 @@ def engine_memory_share(spec: JobSpec) -> Iterator[Change]:
 def smaller_micro_batches(spec: JobSpec) -> Iterator[Change]:
     """Fewer tokens at once, down to one row or pair."""
     cost = "the same update; lower device utilization"
-    yield from _halving(spec, "algorithm.micro_batch_tokens", longest_unit_tokens(spec), cost)
+    longest = longest_unit_tokens(spec, architecture(spec.model)[0])
+    yield from _halving(spec, "algorithm.micro_batch_tokens", longest, cost)
 
 
 def sharding(spec: JobSpec) -> Iterator[Change]:
@@ -95,7 +96,8 @@ def spreading_experts(spec: JobSpec) -> Iterator[Change]:
 def sharing_rows(spec: JobSpec) -> Iterator[Change]:
     """Tokens of a row on several ranks, where a micro-batch is no more than one."""
     mesh = spec.parallelism.mesh(spec.launch.world)
-    if spec.algorithm.micro_batch_budget < 2 * longest_unit_tokens(spec) and mesh.cp == 1:
+    longest = longest_unit_tokens(spec, architecture(spec.model)[0])
+    if spec.algorithm.micro_batch_budget < 2 * longest and mesh.cp == 1:
         for ranks in _divisors(mesh.dp_size):
             cost = "the same update; ranks split the tokens of each sequence and exchange keys and values"
             yield from _with_mesh(spec, {"cp": ranks}, cost)

@@ -70,7 +70,7 @@ def torch_sampler_terms(spec: JobSpec, shape: Any, drawing: int) -> list[MemoryT
     """What the model itself needs beside its weights, as one of so many that draw."""
     rows, inner, dtype = concurrent_answers(spec, drawing), shape.get_text_config(), compute_dtype(spec)
     return [
-        MemoryTerm("keys and values", rows * longest_row_tokens(spec) * token_bytes(shape, dtype.itemsize)),
+        MemoryTerm("keys and values", rows * longest_row_tokens(spec, shape) * token_bytes(shape, dtype.itemsize)),
         MemoryTerm("logits", rows * inner.vocab_size * (dtype.itemsize + 4)),
     ]
 
@@ -87,11 +87,12 @@ def engine_memory(
     is_merged = not spec.adapter.trains_base  # an engine gets an adapter merged into its base
     numbers = kept.all.frozen if adapter_alone or is_merged else kept.total
     weights = ceil(numbers * size / cards) + (kept.all.trained * size if adapter_alone else 0)
-    row = longest_row_tokens(spec) * token_bytes(shape, size, cards)
+    longest = longest_row_tokens(spec, shape)
+    row = longest * token_bytes(shape, size, cards)
     wanted = concurrent_answers(spec, sampling_processes(spec))
     pool = wanted * row if card is None else max(0, round(engine_share(spec) * card.memory) - weights)
     pool = config.kv_cache_bytes or pool
-    return EngineMemory(cards, weights, pool, pool // row, wanted, longest_row_tokens(spec))
+    return EngineMemory(cards, weights, pool, pool // row, wanted, longest)
 
 
 def engine_share(spec: JobSpec) -> float:
@@ -188,11 +189,13 @@ def _sent_bytes(spec: JobSpec, model: ModelWeights, size: int | None, way: str |
     return part.bytes if size is None else size * (part.trained + part.frozen)
 
 
-def min_sampling_seconds(spec: JobSpec, whole: Mapping[str, ModelWeights], card: Card | None) -> float | None:
+def min_sampling_seconds(
+    spec: JobSpec, shape: Any, whole: Mapping[str, ModelWeights], card: Card | None
+) -> float | None:
     """Lower bound of seconds to sample a step whose answers are all of maximum length; None if unknown.
 
-    Every token after the first reads all weights, once for concurrent answers, and computes with each of them. None
-    where the card's figures are not known, or a server samples (Kwon et al., 2309.06180, section 2.2).
+    Every token after the first of a turn reads all weights, once for concurrent answers, and computes with each of
+    them. None where the card's figures are not known, or a server samples (Kwon et al., 2309.06180, section 2.2).
     """
     peak = peak_flops(spec, card)
     if card is None or card.bandwidth is None or peak is None or spec.sampler.served:
@@ -201,5 +204,7 @@ def min_sampling_seconds(spec: JobSpec, whole: Mapping[str, ModelWeights], card:
     rows, share = concurrent_answers(spec, many), ceil(answers_per_step(spec) / many)
     numbers = next(iter(whole.values())).flops.weights.total / spec.sampler.cards()
     reading = numbers * compute_dtype(spec).itemsize / card.bandwidth
-    tokens = spec.sampler.answer_tokens() - 1
+    turns = spec.environment.most_turns()
+    written = min(spec.sampler.answer_tokens() * turns, spec.episode_tokens(), longest_row_tokens(spec, shape))
+    tokens = max(0, written - turns)
     return tokens * max(share // rows * reading, 2 * numbers * share / peak)

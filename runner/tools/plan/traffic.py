@@ -53,11 +53,11 @@ def rank_work(
     """The work of a rank of this stage. whole, own: by role, the models, and what slices have of them."""
     mesh = spread.mesh
     units = spec.algorithm.batch_size * spec.algorithm.samples_per_prompt
-    tokens = ceil(units * longest_unit_tokens(spec) / mesh.dp_size)
-    cuts = ceil(tokens / full_micro_batch_tokens(spec))
+    tokens = ceil(units * longest_unit_tokens(spec, shape) / mesh.dp_size)
+    cuts = ceil(tokens / full_micro_batch_tokens(spec, shape))
     sending = sent_bytes_by_purpose(spec, shape, spread, stage, own.values(), tokens, cuts)
     together = mesh.tp * mesh.cp * mesh.pp
-    flops, again = (count / together for count in update_flops(spec, whole.values(), tokens))
+    flops, again = (count / together for count in update_flops(spec, shape, whole.values(), tokens))
     return RankWork(tokens, flops, again, cuts, sending, spread.bubble(cuts))
 
 
@@ -141,12 +141,12 @@ def local_heads(inner: Any, spread: RankLayout) -> tuple[int, int]:
     return heads, kv if spread.ring else lcm(kv, spread.mesh.cp)
 
 
-def update_flops(spec: JobSpec, models: Iterable[ModelWeights], tokens: int) -> tuple[float, float]:
+def update_flops(spec: JobSpec, shape: Any, models: Iterable[ModelWeights], tokens: int) -> tuple[float, float]:
     """Operations of the update for `tokens` tokens in rows of maximum length; and those recomputed.
 
     All tokens but each row's first are predicted.
     """
-    row = longest_row_tokens(spec)
+    row = longest_row_tokens(spec, shape)
     products, attending = _recomputed_shares(spec)
     update = again = 0.0
 

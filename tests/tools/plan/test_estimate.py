@@ -120,6 +120,26 @@ def test_sampling_holds_keys_and_values_of_its_rows(compose: Any) -> None:
     assert terms(estimate(spec), "sampling")["keys and values"] == 16 * longest * 2 * 2 * spec.model.hidden_size * 4
 
 
+def test_an_episode_of_several_turns_is_counted_whole(compose: Any) -> None:
+    words = (*SMALL[:3], "+recipe=tool_demo", "init_from=null", "data.max_length=40", "sampler.max_new_tokens=8")
+    slow = Card("toy", "cuda", GIB, {"float32": 1e30}, (0, 0), bandwidth=1.0)
+    one, four = (
+        estimate(spec := compose(*words, "sampler.max_num_seqs=16", *more), slow)
+        for more in (("environment=none",), ("environment.max_turns=4",))
+    )
+    held = [terms(plan, "sampling")["keys and values"] for plan in (one, four)]
+    assert held == [16 * longest * 2 * 2 * 64 * 4 for longest in (40 + 8, 40 + 4 * 8)]
+    assert four.work.tokens * 48 == one.work.tokens * 72 and four.work.flops > one.work.flops * 72 / 48
+    assert four.sampling_s == one.sampling_s * 4, "of each turn all tokens but the first"  # type: ignore[operator]
+    note = "the environment's messages, which may lengthen an episode up to the model's limit"
+    assert (one.left_out, four.left_out) == ([], [note])
+    assert f"note     not counted: {note}" in plan_lines(spec, four, slow, None)
+    bounded = compose(
+        *words, "environment=function", "environment.path=shop.py:Shop", "environment.max_episode_tokens=99"
+    )
+    assert estimate(bounded).left_out == []
+
+
 OWN = ("init_from=null", "model.layers=2", "sampler.max_num_seqs=16")
 
 

@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from runner.algorithm.preference.learning import pack_pairs
 from runner.core.micro_batches import micro_batches
 from runner.interfaces import PreferencePair
 from runner.parallelism.mesh import Mesh
 from runner.tools.plan import measure
-from runner.tools.plan.measure import Passes, micro_batch
+from runner.tools.plan.measure import Passes, longest_row_tokens, micro_batch
 from runner.tools.plan.meta_memory_tracker import META, MetaMemoryTracker, keep_gradients
 from runner.tools.plan.model import architecture, published_config
 from runner.tools.plan.plan_text import image_lines
 from runner.tools.plan.rank_layout import RankLayout, model_weights
 
 SMALL = ("model.hidden_size=64", "model.intermediate_size=128", "model.vocab_size=512", "data.max_length=128")
+SHAPE = AutoConfig.for_model("qwen2", max_position_embeddings=8192)
 
 
 def on(mesh: Mesh, **more: Any) -> RankLayout:
@@ -137,12 +139,12 @@ def test_ranks_that_share_the_tokens_of_rows_take_their_share(compose: Any) -> N
     spec = compose("+recipe=sft_demo", *SMALL, "algorithm.micro_batch_tokens=1024")
     alone, shared = (Passes(spec, "lm", architecture(spec.model)[0], on(Mesh(cp=cp))).at_depth(4) for cp in (1, 4))
     assert 3.5 < sum(alone.fullest().values()) / sum(shared.fullest().values()) < 4.2
-    assert micro_batch(spec, 4).num_tokens == 256
+    assert micro_batch(spec, SHAPE, 4).num_tokens == 256
 
 
 def test_a_micro_batch_is_full_of_the_longest_rows(compose: Any) -> None:
     spec = compose("+recipe=sft_demo", "data.max_length=100", "algorithm.micro_batch_tokens=250")
-    assert micro_batch(spec).rows["lengths"].tolist() == [100, 100, 50]
+    assert micro_batch(spec, SHAPE).rows["lengths"].tolist() == [100, 100, 50]
 
 
 LONG = ("data.max_length=5000", "model.max_positions=8192")
@@ -151,16 +153,39 @@ LONG = ("data.max_length=5000", "model.max_positions=8192")
 @pytest.mark.parametrize("budget", ["64", "null"])
 def test_a_row_above_the_budget_is_a_micro_batch_of_its_own(compose: Any, budget: str) -> None:
     spec = compose("+recipe=sft_demo", *LONG, f"algorithm.micro_batch_tokens={budget}")
-    assert micro_batch(spec).rows["lengths"].tolist() == [5000] and micro_batch(spec, 4).num_tokens == 1250
+    assert micro_batch(spec, SHAPE).rows["lengths"].tolist() == [5000]
+    assert micro_batch(spec, SHAPE, 4).num_tokens == 1250
 
 
 def test_a_pair_is_not_divided_between_micro_batches(compose: Any) -> None:
     words = ("+recipe=dpo_demo", "data.max_length=100", "algorithm.micro_batch_tokens=150")
-    planned = micro_batch(compose(*words))
+    planned = micro_batch(compose(*words), SHAPE)
     pair = PreferencePair((1,), (2,) * 99, (3,) * 99)  # its rows have 100 tokens each
     trained = list(micro_batches(pack_pairs([pair] * 2, share=False), 150))
     assert [one.rows["lengths"].tolist() for one in trained] == [[100, 100]] * 2
     assert planned.rows["lengths"].tolist() == [100, 100]
+
+
+TURNS = ("+recipe=tool_demo", "init_from=null", "data.max_length=40", "sampler.max_new_tokens=20")
+
+
+@pytest.mark.parametrize(
+    ("words", "longest"),
+    [
+        (("environment.max_turns=4",), 40 + 4 * 20),
+        (("environment=function", "environment.path=shop.py:Shop", "environment.max_turns=4"), 40 + 4 * 20),
+        (("environment=function", "environment.path=shop.py:Shop", "environment.max_episode_tokens=300"), 40 + 300),
+        (("environment=agent", "environment.command=play", "environment.max_turns=64"), 40 + 64 * 20),
+        (("environment.max_turns=1000",), 8192),
+        (("environment.max_turns=1000", "sampler=vllm", "sampler.max_model_len=5000"), 5000),
+        (("environment=none",), 40 + 20),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_the_longest_row_has_all_turns_that_the_model_has_room_for(
+    compose: Any, words: tuple[str, ...], longest: int
+) -> None:
+    assert longest_row_tokens(compose(*TURNS, *words), SHAPE) == longest
 
 
 def test_storages_are_counted_once_and_until_nobody_holds_them() -> None:
