@@ -24,7 +24,7 @@ from runner.model.auto_class import auto_class, refuse_other_kind
 from runner.model.causal_lm import CausalLM
 from runner.model.config import HfConfig, ModelConfig
 from runner.model.hf import translate_errors
-from runner.model.initial_weights import DTYPES, quantize_layers
+from runner.model.initial_weights import DTYPES, place_on_device
 from runner.model.model_folder import adapter_base, is_adapter, is_hub_id
 from runner.model.peft_adapter import attach_adapter
 from runner.model.transformers_model import TransformersModel
@@ -115,11 +115,10 @@ def build_meta_model(spec: JobSpec, head: Head, architecture: Any, adapted: bool
     if head == "scalar":
         shape.num_labels = 1
     refuse_other_kind(shape, f"model.path={spec.model.source}", head)
+    quiet, dtype = Decisions(), DTYPES[spec.stored_dtype(trains=adapted)]
     with torch.device(META):
-        module = auto_class(shape, head).from_config(shape, dtype=DTYPES[spec.stored_dtype(trains=adapted)])
-    quiet = Decisions()
-    if spec.model.quantization is not None:
-        quantize_layers(module, META, spec.model.quantization, quiet)
+        module = auto_class(shape, head).from_config(shape, dtype=dtype)
+    module = place_on_device(module, dtype, META, quantization=spec.model.quantization, decide=quiet)
     if fused := spec.device.fused_operators:
         install_fused_ops(module, fused, MetaOperators(), quiet)
         if any(hasattr(part, "_is_expert_parallel") for part in module.modules()):

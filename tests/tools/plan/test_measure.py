@@ -15,7 +15,7 @@ from runner.parallelism.mesh import Mesh
 from runner.tools.plan import measure
 from runner.tools.plan.measure import Passes, longest_row_tokens, micro_batch
 from runner.tools.plan.meta_memory_tracker import META, MetaMemoryTracker, keep_gradients
-from runner.tools.plan.model import architecture, published_config
+from runner.tools.plan.model import architecture, build_meta_model, published_config
 from runner.tools.plan.plan_text import image_lines
 from runner.tools.plan.rank_layout import RankLayout, model_weights
 
@@ -123,6 +123,16 @@ def test_a_deep_model_lies_on_the_line_through_two_shallow_ones(
     whole = passes(spec).at_depth(11, headed=headed)
     assert (drawn.fullest(), drawn.kept) == (whole.fullest(), whole.kept)
     assert drawn.fullest(10**6) == whole.fullest(10**6)
+
+
+def test_routers_are_stored_in_float32_as_in_training(compose: Any) -> None:
+    spec = compose("+recipe=sft_demo", "model=tiny_moe", "adapter=lora", "model.dtype=bfloat16", *SMALL)
+    shape = architecture(spec.model)[0]
+    names = build_meta_model(spec, "lm", shape).module.named_parameters()
+    kinds = {name: p.dtype for name, p in names if not p.requires_grad}
+    routers = {kind for name, kind in kinds.items() if "gate.base_layer" in name}
+    assert routers == {torch.float32} and torch.bfloat16 in kinds.values()
+    assert passes(spec).at_depth(2).kept > 0
 
 
 def test_recomputing_takes_less_and_longer_micro_batches_more(compose: Any) -> None:
