@@ -74,7 +74,8 @@ MEANINGS: dict[Any, Callable[..., Tensor]] = dict.fromkeys(torch_compat.aten_ope
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, dtype: torch.dtype, **_: Any) -> Tensor:
     """A `VarlenAttention` in `dtype`; keeps inputs, output, and a float32 per query and head."""
-    return _kept(query.shape, query.shape[:2].numel(), True, query.to(dtype), key.to(dtype), value.to(dtype))
+    shape = (*query.shape[:2], value.shape[-1])
+    return _kept(shape, query.shape[:2].numel(), True, query.to(dtype), key.to(dtype), value.to(dtype))
 
 
 BLOCK = 512  # bytes: the granularity of the allocators of CUDA and NPU

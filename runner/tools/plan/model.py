@@ -29,6 +29,7 @@ from runner.model.model_folder import adapter_base, is_adapter, is_hub_id
 from runner.model.peft_adapter import attach_adapter
 from runner.model.transformers_model import TransformersModel
 from runner.model.value_head import PolicyWithValueHead, ScalarHeadModel
+from runner.parallelism.mesh import model_sizes
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry, resolve
@@ -154,7 +155,10 @@ def with_depth(architecture: Any, depth: int) -> Any:
 
 
 def layer_period(architecture: Any, way: bool | int | str) -> int:
-    """After how many layers their kinds repeat themselves; way: that of `model.gradient_checkpointing`."""
+    """After how many layers their kinds repeat themselves; way: that of `model.gradient_checkpointing`.
+
+    Dense layers before those with experts are all within the first so many.
+    """
     inner = architecture.get_text_config()
     depth = inner.num_hidden_layers
     if getattr(inner, "mlp_only_layers", None):
@@ -162,7 +166,12 @@ def layer_period(architecture: Any, way: bool | int | str) -> int:
     kinds = list(getattr(inner, "layer_types", None) or [0])[:depth]
     repeats = next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
     recomputed = way if isinstance(way, int) else 1  # true is 1: every layer
-    return lcm(repeats, max(1, int(recomputed)), int(getattr(inner, "decoder_sparse_step", None) or 1))
+    parts = list(
+        getattr(inner, "mlp_layer_types", None) or ["dense"] * (getattr(inner, "first_k_dense_replace", 0) or 0)
+    )
+    dense = next((n for n, part in enumerate(parts) if part != "dense"), len(parts))
+    steps = (recomputed, dense, getattr(inner, "decoder_sparse_step", None) or 1)
+    return lcm(repeats, *(max(1, int(one)) for one in steps))
 
 
 def sample_depths(depth: int, repeats: int) -> tuple[int, int]:
@@ -187,11 +196,17 @@ def tensor_parallel_config(architecture: Any, slices: int) -> Any:
 
 
 def expert_parallel_config(architecture: Any, ranks: int) -> Any:
-    """The shape of what one of `ranks` has over which experts lie; no fewer experts than a token takes."""
+    """The shape of what one of `ranks` has over which experts lie; no fewer experts than a token takes.
+
+    They are not in groups, of which a router would choose some: these may be more than the experts of a rank.
+    """
     shape = deepcopy(architecture)
     inner = shape.get_text_config()
     if ranks > 1:
-        inner.num_experts = max(inner.num_experts // ranks, inner.num_experts_per_tok)
+        name, experts = model_sizes(shape)["experts"]
+        fewer = max(experts // ranks, getattr(inner, "num_experts_per_tok", None) or 1)
+        changed = {name: fewer, "n_group": 1, "topk_group": 1}
+        inner.update({key: value for key, value in changed.items() if getattr(inner, key, None)})
     return shape
 
 

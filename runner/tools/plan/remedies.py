@@ -8,6 +8,7 @@ from typing import Any
 
 from runner.core.errors import SpecError
 from runner.device.cards import Card
+from runner.parallelism.mesh import model_sizes
 from runner.sampler.vllm.arguments import ALONE
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
@@ -86,7 +87,7 @@ def sharding(spec: JobSpec) -> Iterator[Change]:
 def spreading_experts(spec: JobSpec) -> Iterator[Change]:
     """Experts on several ranks."""
     mesh = spec.parallelism.mesh(spec.launch.world)
-    experts = getattr(architecture(spec.model)[0].get_text_config(), "num_experts", 0) or 0
+    experts = model_sizes(architecture(spec.model)[0]).get("experts", ("", 0))[1]
     if experts and mesh.ep == 1:
         for ranks in _divisors(mesh.dp_cp_size):
             cost = "the same update; tokens are sent to their experts"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from runner.core.batch import pack, with_totals
 from runner.core.device_kinds import NPU
@@ -27,7 +28,7 @@ from runner.tools.plan.remedies import (
     spreading_experts,
 )
 from runner.tools.plan.rollout_memory import ENGINE, POOL, EngineMemory, SamplerDevices
-from tests.tools.plan.test_measure import on
+from tests.tools.plan.test_measure import LATENT, on
 
 ONE = ("launch=local", "parallelism=single")
 SMALL = ("model.hidden_size=64", "model.intermediate_size=128", "model.layers=2", "data.max_length=64")
@@ -444,6 +445,17 @@ def test_experts_lie_over_ranks(compose: Any, words: str) -> None:
     ep = plan.mesh.ep
     assert plan.work.sending["experts"] == 2 * 2 * 2 * 2 * plan.work.tokens * 64 * 4 * (ep - 1) // ep
     assert any("evenly used experts" in line for line in plan_lines(compose("+recipe=sft_demo"), plan, None, None))
+
+
+def test_a_family_that_names_its_experts_otherwise_is_planned_and_spread(compose: Any, tmp_path: Path) -> None:
+    AutoConfig.for_model("deepseek_v3", **LATENT, num_hidden_layers=5).save_pretrained(tmp_path)
+    words = ("+recipe=sft_full_npu", f"model.path={tmp_path}", "data.max_length=64", "launch=local", "launch.devices=4")
+    spec = compose(*words, "parallelism=ddp")
+    assert [change.word for change in spreading_experts(spec)] == ["parallelism.ep=2", "parallelism.ep=4"]
+    whole, plan = estimate(spec), estimate(compose(*words, "parallelism=ep"))
+    experts = sum(part.bytes for part in whole.models["policy"].experts)
+    held = [terms(one, "update")["trainable weights"] for one in (whole, plan)]
+    assert experts > 0 and held[0] - held[1] == experts - experts // 4
 
 
 def test_adapters_on_experts_are_planned_for_but_not_where_experts_lie_apart(compose: Any) -> None:

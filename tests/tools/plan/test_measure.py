@@ -15,7 +15,7 @@ from runner.parallelism.mesh import Mesh
 from runner.tools.plan import measure
 from runner.tools.plan.measure import Passes, longest_row_tokens, micro_batch
 from runner.tools.plan.meta_memory_tracker import META, MetaMemoryTracker, keep_gradients
-from runner.tools.plan.model import architecture, build_meta_model, published_config
+from runner.tools.plan.model import architecture, build_meta_model, expert_parallel_config, published_config
 from runner.tools.plan.plan_text import image_lines
 from runner.tools.plan.rank_layout import RankLayout, model_weights
 
@@ -123,6 +123,57 @@ def test_a_deep_model_lies_on_the_line_through_two_shallow_ones(
     whole = passes(spec).at_depth(11, headed=headed)
     assert (drawn.fullest(), drawn.kept) == (whole.fullest(), whole.kept)
     assert drawn.fullest(10**6) == whole.fullest(10**6)
+
+
+LATENT = {
+    "hidden_size": 64,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 8,
+    "topk_group": 2,
+    "first_k_dense_replace": 3,
+    "vocab_size": 512,
+}
+
+
+def test_dense_layers_before_those_with_experts_are_not_drawn_through(
+    compose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = compose("+recipe=sft_demo", "data.max_length=64", "algorithm.micro_batch_tokens=64")
+    shape = AutoConfig.for_model("deepseek_v3", **LATENT, num_hidden_layers=14)
+    drawn = Passes(spec, "lm", shape, on(Mesh())).at_depth(14)
+    monkeypatch.setattr(measure, "sample_depths", lambda *_: (1, 100))
+    whole = dict(Passes(spec, "lm", shape, on(Mesh())).at_depth(14).peaks)
+    whole.pop(measure.BETWEEN)
+    assert drawn.peaks == whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("deepseek_v3", "n_routed_experts"),
+        ("glm4_moe", "n_routed_experts"),
+        ("llama4_text", "num_local_experts"),
+        ("mixtral", "num_local_experts"),
+        ("qwen3_moe", "num_experts"),
+    ],
+)
+def test_a_rank_has_its_part_of_the_experts_of_every_family(kind: str, name: str) -> None:
+    shape = AutoConfig.for_model(kind)
+    whole, least = getattr(shape, name), shape.num_experts_per_tok
+    for ranks in (2, whole):
+        part = expert_parallel_config(shape, ranks)
+        assert getattr(part, name) == max(whole // ranks, least) and getattr(part, "n_group", 1) == 1
+    assert getattr(shape, name) == whole
 
 
 def test_routers_are_stored_in_float32_as_in_training(compose: Any) -> None:
