@@ -30,7 +30,8 @@ def _micro_batch(spec: JobSpec, device: Device, memory: int) -> tuple[int, str]:
     try:
         return resolve("runner.tools.plan.budget:largest_micro_batch")(spec, card)  # type: ignore[no-any-return]
     except (EnvironmentProblem, SpecError) as error:
-        return spec.algorithm.micro_batch_budget, f"without an estimate: {str(error).splitlines()[0]}"
+        reason = error.problems[0].message if isinstance(error, SpecError) else str(error).splitlines()[0]
+        return spec.algorithm.micro_batch_budget, f"without an estimate: {reason}"
 
 
 def card_of(device: Device) -> Card:

@@ -12,7 +12,7 @@ from runner.build import micro_batch
 from runner.build.micro_batch import resolve_micro_batch
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
-from runner.core.errors import SpecError
+from runner.core.errors import Problem, SpecError
 from runner.device.cards import CARDS, GIB, Card
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
@@ -104,12 +104,12 @@ def test_a_card_takes_what_the_plan_gives_or_says_why_not(monkeypatch: pytest.Mo
     wanted = largest_micro_batch(spec, card)
     if refused:
         monkeypatch.setattr("runner.tools.plan.budget.estimate", raise_spec_error)
-        wanted = (4096, "without an estimate: the job spec has 0 problems")
+        wanted = (4096, "without an estimate: no plan of it")
     assert resolved(spec, device) == wanted
 
 
 def raise_spec_error(*_: Any) -> None:
-    raise SpecError([])
+    raise SpecError([Problem("model", "no plan of it")])
 
 
 def test_a_number_stays_and_is_not_said() -> None:

@@ -458,6 +458,15 @@ def test_a_family_that_names_its_experts_otherwise_is_planned_and_spread(compose
     assert experts > 0 and held[0] - held[1] == experts - experts // 4
 
 
+def test_a_family_that_fails_without_data_is_refused_in_a_line(compose: Any, tmp_path: Path) -> None:
+    AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=2, vocab_size=64).save_pretrained(tmp_path)
+    words = ("+recipe=sft_full_npu", f"model.path={tmp_path}", "parallelism=single", "launch=local")
+    with pytest.raises(
+        SpecError, match=r"run plan does not support model_type=mamba \(AttributeError: .* plan another"
+    ):
+        estimate(compose(*words))
+
+
 def test_adapters_on_experts_are_planned_for_but_not_where_experts_lie_apart(compose: Any) -> None:
     words = ("+recipe=sft_demo", "model=tiny_moe", *SMALL, "adapter=lora")
     model = estimate(compose(*words)).models["policy"]
