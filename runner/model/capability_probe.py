@@ -21,7 +21,7 @@ from runner.core.tolerance import tolerance_of
 from runner.interfaces import DenseAttention, SequenceLengths, VarlenAttention
 from runner.interfaces.model import VarlenOptions
 from runner.model.batch_layout import run_packed
-from runner.model.flops import head_size
+from runner.model.flops import head_size, num_kv_heads
 from runner.model.media import MediaInputs
 from runner.model.packed_attention import (
     PACKED_ATTENTION,
@@ -152,8 +152,7 @@ def dense_objection(kernel: DenseAttention, config: Any, dtype: torch.dtype, dev
 
 def _head_shape(config: Any) -> tuple[int, int, int]:
     """Of queries, of keys, and their size. An encoder has as many of both."""
-    heads = config.num_attention_heads
-    return heads, getattr(config, "num_key_value_heads", None) or heads, head_size(config)
+    return config.num_attention_heads, num_kv_heads(config), head_size(config)
 
 
 def _random_inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:

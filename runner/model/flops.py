@@ -156,11 +156,7 @@ def attention_widths(config: Any) -> tuple[tuple[int | None, int], ...]:
     inner = config.get_text_config()
     if not _int_attribute(inner, "num_attention_heads"):  # a state-space model
         return ()
-    size = head_size(inner)
-    # of multi-head latent attention
-    latent = _int_attribute(inner, "qk_nope_head_dim") + _int_attribute(inner, "qk_rope_head_dim")
-    widths = (latent or size) + (_int_attribute(inner, "v_head_dim") or size)
-    width = _int_attribute(inner, "num_attention_heads") * widths
+    width = _int_attribute(inner, "num_attention_heads") * key_value_size(inner)
     window = getattr(inner, "sliding_window", None)
     kinds = getattr(inner, "layer_types", None)
     windows = [window] * inner.num_hidden_layers
@@ -170,6 +166,19 @@ def attention_widths(config: Any) -> tuple[tuple[int | None, int], ...]:
     elif not getattr(inner, "use_sliding_window", True):
         windows = [None] * inner.num_hidden_layers
     return tuple((one, width * windows.count(one)) for one in dict.fromkeys(windows))
+
+
+def key_value_size(inner: Any) -> int:
+    """Features of the keys and the values of an attention head together."""
+    size = head_size(inner)
+    # of multi-head latent attention
+    keys = _int_attribute(inner, "qk_nope_head_dim") + _int_attribute(inner, "qk_rope_head_dim")
+    return (keys or size) + (_int_attribute(inner, "v_head_dim") or size)
+
+
+def num_kv_heads(inner: Any) -> int:
+    """Key-value heads of a layer: where the config names none, as many as there are heads."""
+    return int(getattr(inner, "num_key_value_heads", None) or inner.num_attention_heads)
 
 
 def head_size(inner: Any) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from runner.model.flops import head_size
+from runner.model.flops import key_value_size
 from runner.model.initial_weights import DTYPES
 from runner.spec.job import JobSpec
 from runner.tools.plan.measure import Passes, full_micro_batch_tokens
@@ -150,7 +150,7 @@ class MemoryBreakdown:
         taken = getattr(inner, "num_experts_per_tok", 0) or 0
         kept = 0 if self.spec.model.gradient_checkpointing else len(self.stage.layers)  # what came back, for routers
         return [
-            MemoryTerm("rows exchanged", 2 * numbers * travelling * head_size(inner) if mesh.cp > 1 else 0),
+            MemoryTerm("rows exchanged", numbers * travelling * key_value_size(inner) if mesh.cp > 1 else 0),
             MemoryTerm(
                 "tokens sent to experts", numbers * taken * inner.hidden_size * (2 + kept) if mesh.ep > 1 else 0
             ),

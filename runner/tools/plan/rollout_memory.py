@@ -15,7 +15,7 @@ from math import ceil, lcm
 from typing import Any
 
 from runner.device.cards import Card
-from runner.model.flops import head_size
+from runner.model.flops import key_value_size, num_kv_heads
 from runner.model.initial_weights import DTYPES
 from runner.sampler.vllm.arguments import ALONE, BESIDE
 from runner.spec.job import JobSpec
@@ -25,6 +25,10 @@ from runner.tools.plan.traffic import compute_dtype, peak_flops
 
 ENGINE = "the engine's weights"
 POOL = "the engine's KV cache"
+# model types of which vLLM keeps latents (`is_deepseek_mla`, 0.23 and later); of others it keeps keys and values
+LATENT_IN_VLLM = (
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ def engine_memory(
     numbers = kept.all.frozen if adapter_alone or is_merged else kept.total
     weights = ceil(numbers * size / cards) + (kept.all.trained * size if adapter_alone else 0)
     longest = longest_row_tokens(spec, shape)
-    row = longest * token_bytes(shape, size, cards)
+    row = longest * token_bytes(shape, size, cards, engine=True)
     wanted = concurrent_answers(spec, sampling_processes(spec))
     pool = wanted * row if card is None else max(0, round(engine_share(spec) * card.memory) - weights)
     pool = config.kv_cache_bytes or pool
@@ -137,11 +141,18 @@ def concurrent_answers(spec: JobSpec, drawing: int) -> int:
     return share if spec.sampler.max_concurrent is None else min(share, spec.sampler.max_concurrent)
 
 
-def token_bytes(shape: Any, size: int, slices: int = 1) -> int:
-    """Bytes of a token's keys and values on one of `slices` ranks, with heads repeated where too few."""
+def token_bytes(shape: Any, size: int, slices: int = 1, *, engine: bool = False) -> int:
+    """Bytes of a token's keys and values on one of `slices` ranks, with heads repeated where too few.
+
+    Multi-head latent attention (2405.04434, section 2.1) keeps latents, whole on every rank. Without an `engine`, which
+    computes with these, a layer's keys and values are made of them in its turn.
+    """
     inner = shape.get_text_config()
-    heads = lcm(inner.num_key_value_heads, slices) // slices
-    return int(2 * inner.num_hidden_layers * heads * head_size(inner) * size)
+    layers, latent = inner.num_hidden_layers, getattr(inner, "kv_lora_rank", None)
+    whole = lcm(num_kv_heads(inner), slices) // slices * key_value_size(inner)  # numbers of a layer
+    if latent is None or (engine and inner.model_type not in LATENT_IN_VLLM):
+        return int(layers * whole * size)
+    return int((layers * (latent + inner.qk_rope_head_dim) + (0 if engine else whole)) * size)
 
 
 def shared_memory_terms(spec: JobSpec, whole: Mapping[str, ModelWeights], spread: RankLayout) -> list[MemoryTerm]:

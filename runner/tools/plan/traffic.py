@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from runner.device.cards import Card
-from runner.model.flops import attention_pairs, head_size
+from runner.model.flops import attention_pairs, key_value_size, num_kv_heads
 from runner.model.initial_weights import DTYPES
 from runner.spec.job import JobSpec
 from runner.tools.plan.measure import full_micro_batch_tokens, longest_row_tokens, longest_unit_tokens
@@ -129,15 +129,15 @@ def _context_bytes(inner: Any, spread: RankLayout, layers: int, tokens: int, pas
     """
     cp = spread.mesh.cp
     heads, kv = local_heads(inner, spread)
-    numbers = layers * (tokens // cp) * head_size(inner)
+    numbers = layers * (tokens // cp) * key_value_size(inner)
     if spread.ring:
-        return 2 * kv * numbers * (passes * size + 4) * (cp - 1)
-    return passes * 2 * (heads + kv) * numbers * size * (cp - 1) // cp
+        return kv * numbers * (passes * size + 4) * (cp - 1)
+    return passes * (heads + kv) * numbers * size * (cp - 1) // cp
 
 
 def local_heads(inner: Any, spread: RankLayout) -> tuple[int, int]:
     """The heads and key-value heads of a slice; the latter repeated until Ulysses' ranks divide them."""
-    heads, kv = inner.num_attention_heads // spread.mesh.tp, inner.num_key_value_heads // spread.mesh.tp
+    heads, kv = inner.num_attention_heads // spread.mesh.tp, num_kv_heads(inner) // spread.mesh.tp
     return heads, kv if spread.ring else lcm(kv, spread.mesh.cp)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from runner.algorithm.preference.learning import pack_pairs
 from runner.core.micro_batches import micro_batches
@@ -18,6 +18,7 @@ from runner.tools.plan.meta_memory_tracker import META, MetaMemoryTracker, keep_
 from runner.tools.plan.model import architecture, build_meta_model, expert_parallel_config, published_config
 from runner.tools.plan.plan_text import image_lines
 from runner.tools.plan.rank_layout import RankLayout, model_weights
+from runner.tools.plan.rollout_memory import token_bytes
 
 SMALL = ("model.hidden_size=64", "model.intermediate_size=128", "model.vocab_size=512", "data.max_length=128")
 SHAPE = AutoConfig.for_model("qwen2", max_position_embeddings=8192)
@@ -155,6 +156,18 @@ def test_dense_layers_before_those_with_experts_are_not_drawn_through(
     whole = dict(Passes(spec, "lm", shape, on(Mesh())).at_depth(14).peaks)
     whole.pop(measure.BETWEEN)
     assert drawn.peaks == whole
+
+
+def test_a_cache_of_latents_is_counted_as_each_sampler_keeps_it() -> None:
+    shape = AutoConfig.for_model("deepseek_v3", **LATENT, num_hidden_layers=5)
+    found = AutoModelForCausalLM.from_config(shape)(torch.zeros(1, 7, dtype=torch.int64), use_cache=True)
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in found.past_key_values.layers) // 7
+    assert token_bytes(shape, 4, engine=True) == token_bytes(shape, 4, 2, engine=True) == kept
+    assert token_bytes(shape, 4) == kept + 4 * 4 * (24 + 12), "and a layer's keys and values, made of them"
+    published = AutoConfig.for_model("deepseek_v3")
+    assert token_bytes(published, 2, engine=True) == 70_272
+    whole = AutoConfig.for_model("minicpm3", num_hidden_layers=5)
+    assert token_bytes(whole, 2, engine=True) == 5 * 40 * (96 + 64) * 2, "vLLM keeps no latents of it"
 
 
 @pytest.mark.parametrize(
