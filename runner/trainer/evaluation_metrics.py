@@ -35,7 +35,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def t_quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t: from a table, above 30 degrees within 0.2 % (Abramowitz, Stegun 26.7.5)."""
+    """The 97.5 % quantile of Student's t; above 30 degrees within 0.2 % (Abramowitz, Stegun 26.7.5)."""
     return T95[degrees - 1] if degrees <= len(T95) else Z + (Z**3 + Z) / (4 * degrees)
 
 
