@@ -14,6 +14,8 @@ import re
 import signal
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -26,19 +28,24 @@ PRELOAD = [
     "runner.algorithm.sft",
     "runner.launch.local",
 ]
-TIMEOUT_S = 110.0
+TIMEOUT_S = 250.0
 READ_AT_IMPORT = re.compile(r"(HF|TRANSFORMERS|OMP|MKL|CUBLAS|TORCH)_|PYTORCH_.*ALLOC_CONF")
 
 
 class Command:
-    """A started command; the methods are those of subprocess.Popen. Output goes to the end of the file `printed`."""
+    """A started command; the methods are those of subprocess.Popen. Output goes to the end of the file `printed`.
 
-    def __init__(self, *words: str, cwd: Path, printed: Path, **environment: str) -> None:
+    hold_at: a run in this process waits for `release` when this step is on record, so that it does not end unseen
+    """
+
+    def __init__(self, *words: str, cwd: Path, printed: Path, hold_at: int | None = None, **environment: str) -> None:
         late = list(filter(READ_AT_IMPORT.match, environment))
         assert not late, f"{late} are read at import: start python -m runner"
         own = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
         self._printed, self._begin = printed, printed.stat().st_size if printed.exists() else 0
-        self._process = _context().Process(target=_serve, args=(words, str(cwd), own, str(printed)))
+        self._released = printed.with_name(f"{printed.name}-{time.monotonic_ns()}-released")
+        hold = None if hold_at is None else (hold_at, self._released)
+        self._process = _context().Process(target=_serve, args=(words, str(cwd), own, str(printed), hold))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -63,6 +70,10 @@ class Command:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def release(self) -> None:
+        """Let it continue after `hold_at`."""
+        self._released.touch()
 
     def said(self) -> str:
         """What it has printed so far."""
@@ -102,10 +113,28 @@ def _nothing() -> None:
     """Start the server."""
 
 
-def _serve(words: tuple[str, ...], cwd: str, environment: dict[str, str], printed: str) -> None:
+def _hold(step: int, released: Path) -> None:
+    """Let what logs this step, or a later one, wait for a file."""
+    from runner.tracker.jsonl import JsonlTracker
+
+    log = JsonlTracker.log
+
+    def log_and_wait(tracker: JsonlTracker, at: int, metrics: Mapping[str, float]) -> None:
+        log(tracker, at, metrics)
+        while at >= step and not released.exists():
+            time.sleep(0.01)
+
+    JsonlTracker.log = log_and_wait  # type: ignore[method-assign]
+
+
+def _serve(
+    words: tuple[str, ...], cwd: str, environment: dict[str, str], printed: str, hold: tuple[int, Path] | None
+) -> None:
     """Become the command: its folder, environment, output and signals, then its exit code."""
     from runner.cli.main import main
 
+    if hold is not None:
+        _hold(*hold)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)

@@ -13,8 +13,12 @@ _draw = random.SystemRandom()  # tests seed the other one
 
 
 def free_port() -> int:
-    """A port of the loopback device that nobody has, below those that the kernel gives away; another one each time."""
-    highest = int(RANGE.read_text().split()[0]) - 1
+    """A port of the loopback device that nobody has, below those that the kernel gives away; another one each time.
+
+    Where the kernel gives away nearly all, it is one of them.
+    """
+    begin = int(RANGE.read_text().split()[0])
+    highest = begin - 1 if begin > LOWEST + 1000 else 65_535
     while True:
         port = _draw.randint(LOWEST, highest)
         if port in _given:

@@ -63,11 +63,12 @@ WAITS = """
         run_coroutine(request("GET", sys.argv[1], timeout_s=1.2, largest_bytes=1))
     except TimeoutError:
         pass
-    assert 1.1 < time.monotonic() - begin < 9, "a silent server"
+    assert 1.1 < time.monotonic() - begin < 60, "a silent server"
 
-    child = ChildProcess(["sleep", "2"])
+    child = ChildProcess(["sleep", "600"])
     begin = time.monotonic()
-    assert not child.ends_within(1.2) and 1.1 < time.monotonic() - begin < 9, "a process that runs"
+    assert not child.ends_within(1.2) and 1.1 < time.monotonic() - begin < 60, "a process that runs"
+    child.kill()
     assert child.ends_within(60), "and ends"
     print("right")
 """
@@ -90,7 +91,7 @@ def test_waits_do_not_follow_the_date(jumping: dict[str, str]) -> None:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         date = subprocess.run(["date", "+%s"], check=True, capture_output=True, text=True).stdout.strip()
         command = [sys.executable, "-c", textwrap.dedent(WAITS), url, date]
-        done = subprocess.run(command, env=jumping, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, env=jumping, capture_output=True, text=True, timeout=250)
     assert done.stdout == "right\n", done.stderr
 
 

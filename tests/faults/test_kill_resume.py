@@ -83,8 +83,9 @@ class Run:
         self.latest = cwd / "outputs" / "latest"
         self.printed = cwd / "printed.txt"
 
-    def start(self, *arguments: str) -> Command:
-        return Command(*arguments, cwd=self.cwd, printed=self.printed, RUNNER_CACHE=str(self.cwd / "cache"))
+    def start(self, *arguments: str, hold_at: int | None = None, **environment: str) -> Command:
+        environment["RUNNER_CACHE"] = str(self.cwd / "cache")
+        return Command(*arguments, cwd=self.cwd, printed=self.printed, hold_at=hold_at, **environment)
 
     def steps_logged(self) -> int:
         """Lines of metrics.jsonl, which are the steps done, but for the evaluation before the first."""
@@ -117,14 +118,17 @@ def wait_until(happened: Callable[[], bool], process: Command) -> None:
 
 
 def kill_somewhere(run: Run, process: Command, jump: int, moments: random.Random) -> bool:
-    """Kill the process while it starts up, or up to `jump` steps further on; False if it ended before."""
+    """Kill the process while it starts up, or up to `jump` steps further on, before the last one.
+
+    False if it ended before.
+    """
     wait_until(lambda: (run.latest / "spec.yaml").exists(), process)  # before that there is nothing to resume
     if moments.random() < 0.25:
         # On a quiet machine 3 s are enough for most of the run, and few steps would be left to kill it in.
         begin, end = run.steps_logged(), time.monotonic() + moments.uniform(0.0, 3.0)
         wait_until(lambda: time.monotonic() >= end or run.steps_logged() >= begin + jump, process)
     else:
-        target = min(run.steps_logged() + moments.randint(1, jump), run.steps)
+        target = min(run.steps_logged() + moments.randint(1, jump), run.steps - 1)
         wait_until(lambda: run.steps_logged() >= target, process)
         time.sleep(moments.uniform(0.0, 0.05))
     process.kill()
@@ -132,14 +136,14 @@ def kill_somewhere(run: Run, process: Command, jump: int, moments: random.Random
 
 
 def killed_run(run: Run, kills: int, seed: int) -> list[int]:
-    """Start a run, kill it about `kills` times and then let it end; the steps it had logged at each kill."""
-    moments = random.Random(seed)
-    process, deaths = run.start(*run.job), list[int]()
-    while len(deaths) < kills and kill_somewhere(run, process, 3 * run.steps // (2 * kills), moments):
+    """Start a run, kill it `kills` times and then let it end; the steps it had logged at each kill."""
+    moments, deaths = random.Random(seed), list[int]()
+    for words in (run.job, *[RESUME] * (kills - 1)):
+        process = run.start(*words, hold_at=run.steps - 1)
+        assert kill_somewhere(run, process, 3 * run.steps // (2 * kills), moments), run.printed.read_text()
         deaths.append(run.steps_logged())
-        process = run.start(*RESUME)
+    process = run.start(*RESUME)
     assert process.wait(timeout=DEADLINE_S) == 0, run.printed.read_text()
-    assert len(deaths) >= kills * 3 // 4, f"the run was over before it could be killed: {deaths}"
     return deaths
 
 
@@ -180,19 +184,22 @@ def test_images_killed_in_data_in_a_step_and_in_a_save_give_the_same_run(tmp_pat
     write_rows_with_images(tmp_path / "held_out.jsonl", range(64, 72))
     peaceful, killed = Run(tmp_path / "peaceful", 8, IMAGES), Run(tmp_path / "killed", 8, IMAGES)
     assert peaceful.start(*peaceful.job).wait(timeout=DEADLINE_S) == 0, peaceful.printed.read_text()
-    cache, staging = killed.cwd / "cache" / "images", f"checkpoints/.staging-{6:08d}-*"
+    cache = killed.cwd / "cache" / "images"
     moments: dict[str, Callable[[], bool]] = {
         "data": lambda: cache.is_dir() and any(cache.iterdir()),
-        "step": lambda: killed.steps_logged() >= 2,
-        "save": lambda: any(killed.latest.glob(staging)),
+        "step": lambda: killed.steps_logged() >= 4,
     }
-    process = killed.start(*killed.job)
+    words = killed.job
     for name, happened in moments.items():
+        process = killed.start(*words, hold_at=5)
         wait_until(happened, process)
         process.kill()
         assert process.wait() == -signal.SIGKILL, f"it ended before a kill in {name}: {killed.printed.read_text()}"
-        process = killed.start(*RESUME)
-    assert process.wait(timeout=DEADLINE_S) == 0, killed.printed.read_text()
+        words = RESUME
+    process = killed.start(*RESUME, RUNNER_FAILPOINT="checkpoint.mid_write:kill")
+    assert process.wait(timeout=DEADLINE_S) == -signal.SIGKILL, killed.printed.read_text()
+    assert any(killed.latest.glob(f"checkpoints/.staging-{6:08d}-*"))
+    assert killed.start(*RESUME).wait(timeout=DEADLINE_S) == 0, killed.printed.read_text()
     assert_same(killed, peaceful)
     # the numbers of the last evaluation are those of run eval, which reads the images again
     assert killed.start("eval", "latest").wait(timeout=DEADLINE_S) == 0, killed.printed.read_text()
@@ -204,9 +211,15 @@ def test_images_killed_in_data_in_a_step_and_in_a_save_give_the_same_run(tmp_pat
 
 PLAY = """
 import random, time
+from pathlib import Path
+
+METRICS = Path(__file__).with_name("run") / "outputs" / "latest" / "metrics.jsonl"
+RELEASED = Path(__file__).with_name("released")
 
 def respond(messages):
     time.sleep(random.random() / 10)
+    while METRICS.exists() and METRICS.read_text().count('"train/loss"') >= 5 and not RELEASED.exists():
+        time.sleep(0.01)  # so that the run does not end before it is killed
     turns = sum(message["role"] == "assistant" for message in messages)
     return None if turns == 3 else f"turn {turns}"
 """
@@ -225,20 +238,22 @@ LAYOUTS = {
 def test_steps_that_are_repeated_play_the_same_episodes(tmp_path: Path, layout: str) -> None:
     """Although it depends on the moment which episodes were sampled together."""
     (tmp_path / "play.py").write_text(PLAY)
-    episodes = ("environment=function", "environment.path=../play.py:respond", *LAYOUTS[layout])
+    played = ("environment=function", "environment.path=../play.py:respond", "environment.timeout_s=200")
+    episodes = (*played, *LAYOUTS[layout])
     ends = f"sampler.stop_token_ids={[*range(0, 256, 2)]}"  # half of what random weights write
-    run = Run(tmp_path / "run", 6, ("+recipe=grpo_demo", *SAMPLED, *SMALL, *episodes, ends.replace(" ", "")))
+    run = Run(tmp_path / "run", 8, ("+recipe=grpo_demo", *SAMPLED, *SMALL, *episodes, ends.replace(" ", "")))
     process = run.start(*run.job)
     wait_until(lambda: run.steps_logged() >= 5, process)
     process.kill()
     assert process.wait() == -signal.SIGKILL, run.printed.read_text()
     before = steps(run)
+    (tmp_path / "released").touch()
     resumed = run.start(*RESUME)
     assert resumed.wait(timeout=DEADLINE_S) == 0, run.printed.read_text()
     assert "rollouts of earlier attempts" in run.printed.read_text()
     after = steps(run)
     assert len(before) >= 5 and after[: len(before)] == before
-    assert len(after) == 6 and all(1.5 < row["environment/turns"] < 3 for row in after)
+    assert len(after) == 8 and all(1.5 < row["environment/turns"] < 3 for row in after)
 
 
 def steps(run: Run) -> list[dict[str, Any]]:

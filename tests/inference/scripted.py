@@ -103,7 +103,7 @@ class Server:
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Its exit code after a signal."""
         self.process.send_signal(number)
-        return self.process.wait(60)
+        return self.process.wait(200)
 
 
 @contextmanager

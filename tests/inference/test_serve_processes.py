@@ -21,6 +21,7 @@ import pytest
 from runner.core.errors import EnvironmentProblem
 from runner.inference.serve import read_api_keys
 from tests.inference.scripted import Server, serve, write_model
+from tests.launch.several import wait_until
 
 LONG = {"model": "scripted", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "n": 4}
 
@@ -34,21 +35,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # other servers of the machine have theirs
-    with serve(folder, cwd=tmp_path) as made:
+    with serve(folder, "grace_s=100", cwd=tmp_path) as made:
         yield made
 
 
 def ask(server: Server, body: dict[str, Any], answers: list[httpx.Response]) -> threading.Thread:
     """A request in a thread of its own."""
     thread = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{server.url}/completions", json=body, timeout=100))
+        target=lambda: answers.append(httpx.post(f"{server.url}/completions", json=body, timeout=200))
     )
     thread.start()
     return thread
 
 
 def wait_for_requests(server: Server, count: int) -> None:
-    while f"run_requests_in_flight {count}.0" not in httpx.get(server.url.replace("/v1", "/metrics")).text:
+    end, url = time.monotonic() + 100, server.url.replace("/v1", "/metrics")
+    while f"run_requests_in_flight {count}.0" not in httpx.get(url, timeout=60).text:
+        assert time.monotonic() < end, f"{count} requests were never in flight"
         time.sleep(0.01)
 
 
@@ -59,7 +62,7 @@ def engine(server: Server) -> psutil.Process:
 
 def nobody_listens(server: Server) -> bool:
     try:
-        socket.create_connection(server.address, timeout=5).close()
+        socket.create_connection(server.address, timeout=60).close()
     except OSError:
         return True
     return False
@@ -74,16 +77,20 @@ def test_sigterm_finishes_what_is_in_flight(server: Server, tmp_path: Path) -> N
     with ExitStack() as slow:
         for _ in range(100):  # clients that never send a whole header
             slow.enter_context(socket.create_connection(server.address)).sendall(b"POST /v1/completions HTTP/1.1\r\nH")
-        assert httpx.get(server.url.replace("/v1", "/health"), timeout=30).status_code == 200
-    assert httpx.get(f"{server.url}/models", headers={"Host": "evil.example"}).status_code == 400
-    child, thread = engine(server), ask(server, LONG, answers)
+        assert httpx.get(server.url.replace("/v1", "/health"), timeout=60).status_code == 200
+    assert httpx.get(f"{server.url}/models", headers={"Host": "evil.example"}, timeout=60).status_code == 400
+    child = engine(server)
+    child.suspend()  # or the requests may be answered before the signal
+    thread = ask(server, LONG, answers)
     wait_for_requests(server, 4)
-    assert server.stop(signal.SIGTERM) == 143
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "SIGTERM: finishing 4 requests within 100 s" in server.printed.read_text(), server.process)
+    child.resume()
+    assert server.process.wait(200) == 143
     thread.join()
     [answer] = answers
     assert answer.json()["usage"]["completion_tokens"] == 2000
     assert not child.is_running() and nobody_listens(server) and not leftovers(tmp_path)
-    assert "SIGTERM: finishing 4 requests within 30 s" in server.printed.read_text()
 
 
 @pytest.mark.slow
@@ -95,13 +102,13 @@ def test_sigterm_while_the_model_is_loaded_leaves_nothing(folder: Path, tmp_path
             cwd=tmp_path,
             env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
         )
-        end, child = time.monotonic() + 100, list[psutil.Process]()
+        end, child = time.monotonic() + 200, list[psutil.Process]()
         while not child or (until_tokenizer and not leftovers(tmp_path)):
             assert server.poll() is None and time.monotonic() < end
             child = psutil.Process(server.pid).children()
             time.sleep(0.01)
         server.terminate()
-        assert server.wait(60) == 143
+        assert server.wait(200) == 143
         assert not child[0].is_running() and not leftovers(tmp_path)
 
 
@@ -163,10 +170,12 @@ def test_health_is_answered_beside_a_thousand_requests_slow_clients_and_a_large_
 @pytest.mark.slow
 def test_an_engine_that_dies_is_a_500_and_ends_the_server(server: Server) -> None:
     answers: list[httpx.Response] = []
+    child = engine(server)
+    child.suspend()
     thread = ask(server, LONG, answers)
     wait_for_requests(server, 4)
-    engine(server).kill()
-    assert server.process.wait(60) == 1
+    child.kill()
+    assert server.process.wait(200) == 1
     thread.join()
     assert answers[0].status_code == 500
     assert answers[0].json()["error"]["type"] == "server_error"
@@ -181,7 +190,7 @@ def test_kill_9_leaves_no_process_and_no_file(server: Server, tmp_path: Path) ->
     with httpx.stream("POST", f"{server.url}/completions", json=body, timeout=100) as answer:
         answers.append(next(answer.iter_lines()))
         server.stop(signal.SIGKILL)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
         time.sleep(0.05)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

@@ -68,8 +68,8 @@ def test_a_wrong_key_is_refused(server: Server, http: httpx.Client) -> None:
     with stranger, pytest.raises(openai.AuthenticationError) as refused:
         stranger.models.list()
     assert refused.value.code == "invalid_api_key"
-    assert httpx.get(server.url.replace("/v1", "/health")).json() == {"status": "ok"}
-    assert httpx.get(server.url.replace("/v1", "/metrics")).status_code == 401
+    assert httpx.get(server.url.replace("/v1", "/health"), timeout=60).json() == {"status": "ok"}
+    assert httpx.get(server.url.replace("/v1", "/metrics"), timeout=60).status_code == 401
 
 
 def test_greedy_completions_are_those_of_the_model_itself(client: openai.OpenAI, server: Server) -> None:
@@ -316,16 +316,18 @@ def metric(http: httpx.Client, name: str) -> float:
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_work_of_a_client_that_leaves_stops(http: httpx.Client, server: Server, stream: bool) -> None:
     before = metric(http, "run_requests_cancelled_total")
-    body = {"model": "scripted", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "n": 64, "stream": stream}
+    body = {"model": "scripted", "prompt": "a", "max_tokens": 1000, "ignore_eos": True, "n": 128, "stream": stream}
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
     with socket.create_connection(server.address) as connection:
         connection.sendall(
             f"{head}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
         )
-        while metric(http, "run_requests_in_flight") < 64:
+        end = time.monotonic() + 100
+        while metric(http, "run_requests_in_flight") < 128:
+            assert time.monotonic() < end, "the requests were never in flight"
             time.sleep(0.01)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 100
     while metric(http, "run_requests_in_flight") and time.monotonic() < end:
         time.sleep(0.05)
     generated = metric(http, "run_generation_tokens_total")

@@ -96,7 +96,7 @@ def state(pid: int) -> str:
         return ""
 
 
-def gone(pids: list[int], within_s: float = 5.0) -> bool:
+def gone(pids: list[int], within_s: float = 60.0) -> bool:
     """Whether all of them end in that time."""
     end = time.monotonic() + within_s
     while alive(pids) and time.monotonic() < end:

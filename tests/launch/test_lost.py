@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,22 +16,26 @@ from runner.launch.session import translate_rank_errors
 from tests.parallelism.forked import ranks
 
 
-def _summing(rank: int) -> str:
-    group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=1))
+def _summing(rank: int, over: Path) -> str:
+    group = distributed.new_group(backend="gloo")
     distributed.all_reduce(torch.ones(1), group=group)
     if rank == 1:
-        time.sleep(3)
+        while not over.exists():
+            time.sleep(0.01)
         return ""
+    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)  # it has connected by now
     try:
         with translate_rank_errors(RankInfo(0, 2, 0, 2)):
             distributed.all_reduce(torch.ones(1), group=group)
     except RunnerError as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        over.touch()
     return "nothing"
 
 
-def test_a_rank_that_does_not_come_is_a_deadline() -> None:
-    said, _ = ranks(2, _summing)
+def test_a_rank_that_does_not_come_is_a_deadline(tmp_path: Path) -> None:
+    said, _ = ranks(2, _summing, tmp_path / "over")
     assert said.startswith("DeadlineExceeded: rank 0 of 2 waited for another rank longer than parallelism.timeout_s")
 
 

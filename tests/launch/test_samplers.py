@@ -74,7 +74,10 @@ def ended_with(folder: Path, job: Callable[[], object]) -> str:
     return f"{caught.value.exit_code}: {caught.value}"
 
 
-def test_samplers_serve_until_the_ranks_have_ended_and_are_told_to_end(tmp_path: Path, run: Callable[..., str]) -> None:
+def test_samplers_serve_until_the_ranks_have_ended_and_are_told_to_end(
+    tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "GRACE_S", 60.0)
     write_json_note(tmp_path)
     assert run() == ""
     assert all((tmp_path / "samplers" / f"{index}.told").exists() for index in range(2))

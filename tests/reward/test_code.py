@@ -15,20 +15,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, StorageError
 from runner.reward import code as sandbox
-from runner.reward.code import SANDBOXES, sandbox_problem
+from runner.reward.code import SANDBOXES, Sandbox, sandbox_problem
 from runner.reward.config import CodeConfig
 from runner.reward.rules import last_code_block
 from tests.ports import free_port
 from tests.reward.samples import answer, made, scores
 from tests.reward.test_http import service
 
-PROBLEMS = {name: sandbox_problem(run, CodeConfig()) for name, run in SANDBOXES.items()}
+PROBLEMS = {name: sandbox_problem(run, CodeConfig(timeout_s=60.0)) for name, run in SANDBOXES.items()}
 
 
 def needs(name: str) -> pytest.MarkDecorator:
@@ -49,7 +48,7 @@ PRINTED = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10"]}
 
 def score(text: str, tests: Any, **options: Any) -> float | None:
     """The score of one completion."""
-    return scores(CodeConfig(**{"max_failures": 10_000, **options}), answer(text, tests=tests))[0]
+    return scores(CodeConfig(**{"max_failures": 10_000, "timeout_s": 60.0, **options}), answer(text, tests=tests))[0]
 
 
 def block(code: str) -> str:
@@ -157,7 +156,7 @@ def test_tests_of_apps_taco_and_verl_are_read_as_their_projects_read_them(
 
 @pytest.mark.usefixtures("kind")
 def test_functional_test_cases_of_livecodebench_take_the_function_from_metadata() -> None:
-    config = CodeConfig(column="public_test_cases", max_failures=100)
+    config = CodeConfig(column="public_test_cases", max_failures=100, timeout_s=60.0)
     named = answer(block(SOLUTION), public_test_cases=FUNCTIONAL, metadata='{"func_name": "add"}')
     wrong = answer(block(SOLUTION.replace("+", "-")), public_test_cases=FUNCTIONAL, metadata={"func_name": "add"})
     assert scores(config, named, wrong, answer(block(SOLUTION), public_test_cases=FUNCTIONAL)) == [1.0, 0.0, None]
@@ -169,7 +168,7 @@ def outcome(code: str, kind: str = "bubblewrap", **options: Any) -> str:
     """What code prints in the sandbox, the kind of its exception included."""
     wrapped = "try:\n" + "\n".join(f"    {line}" for line in code.splitlines())
     wrapped += "\nexcept BaseException as error:\n    print(type(error).__name__)"
-    return SANDBOXES[kind](CodeConfig(**options), wrapped, "").stdout.strip()
+    return SANDBOXES[kind](CodeConfig(**{"timeout_s": 60.0, **options}), wrapped, "").stdout.strip()
 
 
 COMMON = [
@@ -242,16 +241,7 @@ def test_landlock_makes_no_namespace_and_leaves_no_process() -> None:
     spaces = [Path(f"/proc/self/ns/{name}") for name in ("user", "pid", "net", "mnt", "ipc")]
     show = "import os; print(*(os.stat(f'/proc/self/ns/{n}').st_ino for n in ('user', 'pid', 'net', 'mnt', 'ipc')))"
     assert outcome(show, "Landlock") == " ".join(str(path.stat().st_ino) for path in spaces)
-    forks = "import os, time\nfor n in range(100):\n    try: made = os.fork()\n    except OSError: print(n); break\n"
-    forks += "    if not made: time.sleep(1234)"
-    before = set(psutil.pids())
-    result = sandbox.run_in_landlock(CodeConfig(processes=8), forks, "")
-    assert result.is_success and 1 <= int(result.stdout) < 8
-    new = [
-        one for one in psutil.process_iter(["cmdline"]) if one.pid not in before and "-I" in (one.info["cmdline"] or ())
-    ]
-    _, alive = psutil.wait_procs(new, timeout=10)
-    assert alive == []
+    leaves_no_process(sandbox.run_in_landlock, "")
 
 
 @pytest.fixture
@@ -267,13 +257,13 @@ def deep_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_folders_that_code_nests_or_closes_are_removed(deep_folder: Path) -> None:
     nested = "import os\nos.mkdir('blind', 0o300)\nos.mkdir('blind/x')\n"
     nested += "for _ in range(1500): os.mkdir('a'); os.chdir('a')\nprint('done')"
-    sandbox.run_in_landlock(CodeConfig(), nested, "")
+    sandbox.run_in_landlock(CodeConfig(timeout_s=60.0), nested, "")
     assert list(deep_folder.iterdir()) == []
 
 
 def test_code_that_fills_its_folder_scores_0_and_leaves_the_disk_to_others(kind: str, deep_folder: Path) -> None:
     """Each run has space of its own: what one fills does not take it from the next."""
-    config = CodeConfig(memory_bytes=1 << 26, timeout_s=60.0)
+    config = CodeConfig(memory_bytes=1 << 26, timeout_s=200.0)
     before = shutil.disk_usage(deep_folder).free
     least = [before]
     stop = threading.Event()
@@ -289,7 +279,7 @@ def test_code_that_fills_its_folder_scores_0_and_leaves_the_disk_to_others(kind:
     assert not SANDBOXES[kind](config, fills, "").is_success
     stop.set()
     watching.join()
-    assert time.monotonic() - started < 30 and list(deep_folder.iterdir()) == []
+    assert time.monotonic() - started < 150 and list(deep_folder.iterdir()) == []
     assert before - min(least) < 1 << 30
     assert score(block(DOUBLE), TESTS) == 1.0
 
@@ -315,13 +305,18 @@ def test_a_machine_without_landlock_is_named(monkeypatch: pytest.MonkeyPatch, tm
 
 @needs("bubblewrap")
 def test_the_number_of_processes_is_limited_and_none_is_left() -> None:
+    leaves_no_process(sandbox.run_in_bubblewrap, "os.setsid(); ")
+
+
+def leaves_no_process(run: Sandbox, first: str) -> None:
+    """Run code that forks more processes than it may, each of which begins with `first`."""
     marker = f"1234.{os.getpid()}"
     forks = "import os, time\nfor n in range(100):\n    try: made = os.fork()\n    except OSError: print(n); break\n"
-    forks += f"    if not made:\n        os.setsid(); os.execv('/usr/bin/sleep', ['sleep', '{marker}'])"
-    result = sandbox.run_in_bubblewrap(CodeConfig(processes=8), forks, "")
+    forks += f"    if not made:\n        {first}os.execv('/usr/bin/sleep', ['sleep', '{marker}'])"
+    result = run(CodeConfig(processes=8, timeout_s=60.0), forks, "")
     assert result.is_success and 1 <= int(result.stdout) < 8
-    end = time.monotonic() + 10
-    while any(marker.encode() in command for command in _commands()):  # the kernel ends them after bubblewrap
+    end = time.monotonic() + 60
+    while f"sleep\0{marker}\0".encode() in _commands():  # the kernel ends them after bubblewrap
         assert time.monotonic() < end, "processes are left"
         time.sleep(0.01)
 
@@ -375,7 +370,7 @@ def test_without_a_sandbox_the_reasons_are_said_before_a_run(monkeypatch: pytest
 def test_landlock_in_place_of_bubblewrap_is_an_automatic_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     decide = Decisions()
-    made(CodeConfig(), decide=decide).close()
+    made(CodeConfig(timeout_s=60.0), decide=decide).close()
     [entry] = decide.entries
     assert str(entry) == (
         "reward: one of Landlock and seccomp, without namespaces instead of a sandbox of bubblewrap "

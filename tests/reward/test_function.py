@@ -48,7 +48,7 @@ def function(tmp_path: Path):
 
     def build(source: str, folder: Path | None = None, steps: int = 0, **options: Any) -> GroupScorer:
         (tmp_path / "mine.py").write_text(textwrap.dedent(source))
-        config = FunctionConfig(path=f"{tmp_path}/mine.py:score", **{"timeout_s": 20.0} | options)
+        config = FunctionConfig(path=f"{tmp_path}/mine.py:score", **{"timeout_s": 60.0} | options)
         built.append(made(config, folder=folder, steps=steps))
         return built[-1]
 
@@ -69,11 +69,22 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(happened: Callable[[], Any], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
+def wait_until(happened: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60.0
     while not happened():
         assert time.monotonic() < end, "it never happened"
         time.sleep(0.01)
+
+
+def kill_only_after(happened: Callable[[user_process.UserProcess], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker does before its deadline may come later on a busy machine: let it live until then."""
+    locate = user_process.UserProcess.hang_location
+
+    def wait(process: user_process.UserProcess) -> str:
+        wait_until(lambda: happened(process))
+        return locate(process)
+
+    monkeypatch.setattr(user_process.UserProcess, "hang_location", wait)
 
 
 # --- what it is given ------------------------------------------------------------------------------------------------
@@ -281,9 +292,16 @@ def test_what_raises_is_said_once_per_place_and_only_its_group_is_lost(
     ids=["python", "sleep", "without letting go of the interpreter"],
 )
 def test_what_hangs_is_killed_and_the_next_group_is_scored(
-    hanging: str, function: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hanging: str, function: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "runner")
+    kill_only_after(lambda process: b"in score" in os.pread(process._stack.fileno(), 9999, 0), monkeypatch)
+    request = user_process.UserProcess.request
+
+    def request_patiently(process: user_process.UserProcess, question: bytes, timeout_s: float) -> dict[str, Any]:
+        return request(process, question, timeout_s if b'"h"' in question else 60.0)
+
+    monkeypatch.setattr(user_process.UserProcess, "request", request_patiently)
     reward = function(
         f"def score(completions):\n  if completions[0] == 'h':\n    {hanging}\n  return [1]",
         folder=tmp_path,
@@ -298,8 +316,24 @@ def test_what_hangs_is_killed_and_the_next_group_is_scored(
 
 
 def test_what_nearly_hung_leaves_nothing(function: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    slow = "import time\ndef score(completions):\n  time.sleep(4.55)\n  return [1]"  # its stack is written at 90 %
-    reward = function(slow, folder=tmp_path, timeout_s=5.0)
+    slow = """
+        import faulthandler, os, time
+        written = []
+        dump = faulthandler.dump_traceback_later
+
+        def dump_soon(seconds, file):  # at 90 % of the time limit, which nobody waits for here
+            assert 0 < seconds < 60
+            written[:] = [file]
+            dump(0.01, file=file)
+
+        faulthandler.dump_traceback_later = dump_soon
+
+        def score(completions):
+            while not os.fstat(written[0]).st_size:
+                time.sleep(0.01)
+            return [1]
+    """
+    reward = function(slow, folder=tmp_path, timeout_s=60.0)
     assert reward.score([[answer("4")]]) == [[1]]
     assert "Timeout" not in caplog.text and not (tmp_path / "reward.log").exists()
 
@@ -366,6 +400,7 @@ def test_a_child_that_comes_back_does_not_answer(function: Write) -> None:
 FORGES = """
     import ctypes, json, os, subprocess, sys, time
     FORGED = json.dumps({"values": [1000.0, 1000.0], "faults": []}).encode() + b"\\n"
+    MARK = os.path.join(os.path.dirname(__file__), "written")
 
     def write_everywhere():
         for descriptor in range(3, 256):
@@ -377,6 +412,7 @@ FORGES = """
     def flood():
         for _ in range(400):
             write_everywhere()
+            open(MARK, "w").close()
             time.sleep(0.005)
         os._exit(0)
 
@@ -385,6 +421,8 @@ FORGES = """
             flood()
         if completions[0] == "forked unseen by Python" and ctypes.PyDLL(None).fork() == 0:
             flood()
+        while completions[0].startswith("forked") and not os.path.exists(MARK):
+            time.sleep(0.001)
         if completions[0] == "executed":
             program = f"import os\\nfor n in range(3, 256):\\n try: os.write(n, {FORGED!r})\\n except OSError: pass"
             subprocess.run([sys.executable, "-c", program], close_fds=False)
@@ -430,8 +468,12 @@ def pids(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("text", ["h", "4"], ids=["on a timeout", "when the run ends"])
-def test_everything_that_was_started_is_ended(text: str, function: Write, tmp_path: Path) -> None:
-    reward = function(LEAVES_CHILDREN, timeout_s=4.0)
+def test_everything_that_was_started_is_ended(
+    text: str, function: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_process, "END_S", 60.0)
+    kill_only_after(lambda _: len(pids(tmp_path)) == 3, monkeypatch)
+    reward = function(LEAVES_CHILDREN, timeout_s=2.0 if text == "h" else 60.0)
     assert one(reward, answer(text)) == [None if text == "h" else 1]
     assert len(pids(tmp_path)) == 3
     if text == "4":
@@ -452,7 +494,7 @@ pool.call({{"completions": ["h"]}}, size=1, seed=0)
 """
     run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     try:
-        wait_until(lambda: len(pids(tmp_path)) == 3, 60)
+        wait_until(lambda: len(pids(tmp_path)) == 3)
         assert all(map(alive, pids(tmp_path)))
     finally:
         run.send_signal(signal.SIGKILL)
@@ -460,7 +502,10 @@ pool.call({{"completions": ["h"]}}, size=1, seed=0)
     wait_until(lambda: not any(map(alive, pids(tmp_path))))
 
 
-def test_a_forked_child_of_the_run_does_not_keep_a_worker_alive(tmp_path: Path) -> None:
+def test_a_forked_child_of_the_run_does_not_keep_a_worker_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_process, "END_S", 60.0)
     (tmp_path / "mine.py").write_text(textwrap.dedent(LEAVES_CHILDREN))
     process = user_process.UserProcess(
         worker_pool.PROGRAM, user_process.FunctionTarget(tmp_path / "mine.py", "score"), CapturedOutput("", None)

@@ -227,7 +227,7 @@ INTERRUPTED = (
 @pytest.mark.timeout(300)
 def test_killed_it_continues_with_the_completions_of_its_journal(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    process = Command(*INTERRUPTED, "steps=8", cwd=tmp_path, printed=job.printed)
+    process = Command(*INTERRUPTED, "steps=8", cwd=tmp_path, printed=job.printed, hold_at=6)
     wait_until(lambda: job.steps() >= 5, process)
     process.kill()
     process.wait()

@@ -127,8 +127,11 @@ def journal(folder: Path, sampler: Dice | None = None, committed: Callable[[], i
 # ---- exact resume ----------------------------------------------------------------------------------------------------
 
 
-def train(root: Path, lag: int, sampler: Dice, prunes: bool, archive: Path | None = None) -> Tensor:
-    """As the loop: what is trained on is a function of the rollouts and of what was trained on before."""
+def train(root: Path, lag: int, sampler: Dice, prunes: bool, archive: Path | None = None, ends: bool = True) -> Tensor:
+    """As the loop: what is trained on is a function of the rollouts and of what was trained on before.
+
+    ends: False = it waits in the last step until it is killed
+    """
     saved = root / "saved"
     state: dict[str, Any] = pickle.loads(saved.read_bytes()) if saved.exists() else {"step": 0, "w": torch.zeros(4)}
     weight, first = state["w"].double(), state["step"]
@@ -151,7 +154,7 @@ def train(root: Path, lag: int, sampler: Dice, prunes: bool, archive: Path | Non
                 weight = (weight * 1.7 + torch.tensor(rollout.logprobs) + torch.tensor(rollout.ids) / 7) % 5.0
             publisher.publish(step + 1)
             feed.on_weights_published(step)
-            time.sleep(0.01)  # so that no attempt but the third ends before it is killed
+            time.sleep(0.01 if ends or step + 1 < STEPS else 300)
             if (step + 1) % EVERY == 0:
                 content = pickle.dumps({"step": step + 1, "w": weight, "feed": feed.state_dict()})
                 if archive is not None:
@@ -165,8 +168,8 @@ def first_of(saved: Path) -> int:
     return int(pickle.loads(saved.read_bytes())["step"]) if saved.exists() else 0
 
 
-def attempt(root: Path, lag: int, archive: Path) -> None:
-    weight = train(root, lag, Dice(), prunes=True, archive=archive)
+def attempt(root: Path, lag: int, archive: Path, ends: bool) -> None:
+    weight = train(root, lag, Dice(), prunes=True, archive=archive, ends=ends)
     shutil.copytree(root / "journal", archive, dirs_exist_ok=True)
     (root / "done").write_bytes(pickle.dumps(weight))
 
@@ -180,7 +183,7 @@ def test_killed_at_any_moment_it_ends_as_the_rollouts_of_its_journal_say(tmp_pat
     root.mkdir()
     context, kills = multiprocessing.get_context("fork"), 0
     while not (root / "done").exists():
-        process = context.Process(target=attempt, args=(root, lag, archive))
+        process = context.Process(target=attempt, args=(root, lag, archive, kills >= 2))
         process.start()
         process.join(dice.uniform(0.01, 0.1 + 0.03 * kills))
         kills += process.is_alive()

@@ -30,7 +30,7 @@ from runner.run_dir.folder import write_json
 ROOT = Path(os.environ.get("STAND_IN", os.devnull))
 NODE = {"gpu": 2, "npu": 4, "cpu": 8}
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
-KILL_WAIT_S = 2.0
+KILL_WAIT_S = 60.0
 POLL_S = 0.02
 
 

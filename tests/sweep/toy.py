@@ -12,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import RunnerError
-from runner.sweep import commands, plan
+from runner.sweep import commands, plan, scheduler
 from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig
+from runner.sweep.job import JobAttempt, StopReason
 from runner.sweep.plan import JobPlan, JobState, Plan, Ranking, SweepFolder, SweepState
 from runner.sweep.space import Dimension, SearchSpace
 
@@ -144,6 +147,21 @@ def resume_with(folder: SweepFolder, wanted: commands.ResumeSelection, options: 
     """Continue a sweep where its options say."""
     with make_executor(options) as executor:
         return commands.resume_sweep(*plan.find_sweep(str(folder.root)), wanted, options, executor, *others)
+
+
+def time_out_only(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the time limit end this job alone, after its first step: on a busy machine every job may take as long."""
+    stop, attempt = scheduler.RunningJobs.stop, scheduler.JobAttempt
+
+    def stop_one(jobs: scheduler.RunningJobs, at: int, reason: StopReason, *number: int) -> None:
+        if reason.state != "timeout" or (at == index and jobs[at].metrics.step):
+            stop(jobs, at, reason, *number)
+
+    def with_its_limit(**given: Any) -> JobAttempt:
+        return attempt(**given if given["index"] == index else given | {"timeout_s": None})
+
+    monkeypatch.setattr(scheduler.RunningJobs, "stop", stop_one)
+    monkeypatch.setattr(scheduler, "JobAttempt", with_its_limit)
 
 
 def code_of(run: object) -> int:
