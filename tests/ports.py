@@ -13,9 +13,9 @@ _draw = random.SystemRandom()  # tests seed the other one
 
 
 def free_port() -> int:
-    """A port of the loopback device that nobody has, below those that the kernel gives away; another one each time.
+    """A port of the loopback device that nobody has, below the kernel's ephemeral ports; another one each time.
 
-    Where the kernel gives away nearly all, it is one of them.
+    Where nearly all ports are ephemeral, it is one of these.
     """
     begin = int(RANGE.read_text().split()[0])
     highest = begin - 1 if begin > LOWEST + 1000 else 65_535

@@ -1,4 +1,4 @@
-"""Free ports, on machines whose kernel gives away many or few."""
+"""Free ports, on machines with many or few ephemeral ports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests import ports
 
 
 @pytest.mark.parametrize(("given", "highest"), [("32768\t60999\n", 32_767), ("1024\t65535\n", 65_535)])
-def test_a_port_is_free_below_those_that_the_kernel_gives_away_if_there_are_any(
+def test_a_free_port_is_below_the_ephemeral_ones_if_there_are_any(
     given: str, highest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ports, "RANGE", tmp_path / "range")

@@ -33,7 +33,7 @@ FORMAT = 2  # raise it when keys or files are made in another way, so that no ol
 SAY_EVERY_S = 10.0
 # of a transformers config: where it was read from and what wrote it
 IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "architectures", "use_cache")
-# of a device's description: what moves no more than the last bits
+# of a device's description: what changes only rounding
 IGNORED_DEVICE_KEYS = {"threads"}
 # of a model: what changes log-probabilities beside its weights and their types
 NUMERICS_OPTIONS = {"quantization", "head_dtype", "kernels"}

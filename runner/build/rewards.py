@@ -103,7 +103,7 @@ class RewardBuilder:
 
 
 def conversation_encoder(tokenizer: Any, date: str | None) -> Callable[..., list[int]]:
-    """What makes ids of conversations by the tokenizer's chat template, which may show the date."""
+    """Return an encoder of conversations by the tokenizer's chat template, which may show the date."""
     from runner.data.chat import Renderer
     from runner.data.config import ChatConfig
 

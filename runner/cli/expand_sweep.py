@@ -85,7 +85,7 @@ def expand(words: Sequence[str], config_dir: Path | None = None, spec: Path | No
 
 
 def make_draft(config_dir: Path | None, spec: Path | None) -> MakeDraft:
-    """What drafts the jobs of a sweep; it reads each file once, also for later jobs of a search."""
+    """Return a function that drafts the jobs of a sweep, and reads each file once, also for a search."""
     composer = make_composer(config_dir)
     return composer.draft if spec is None else SpecComposer(spec, config_dir, composer).draft
 

@@ -70,8 +70,8 @@ def unknown_recipes(spec: JobSpec, origins: Mapping[str, str]) -> list[Problem]:
     return [Problem(key, message, origin_of(key, origins)) for key, message in wrong.items() if message]
 
 
-def _name_config_dir(spec: JobSpec, config_dir: Path | None) -> JobSpec:
-    """The spec whose recipes that run first name the folder of --config-dir, for their composition."""
+def _add_config_dir(spec: JobSpec, config_dir: Path | None) -> JobSpec:
+    """Add the folder of --config-dir to the recipes of a spec that run first."""
     if config_dir is None:
         return spec
 
@@ -166,7 +166,7 @@ def draft(words: Sequence[str], config_dir: Path | None = None) -> JobDraft:
 
 
 def make_composer(config_dir: Path | None = None) -> Composer:
-    """What drafts jobs of the files that are there now."""
+    """Return an object that drafts jobs of the files as they are now."""
     with hydra_session(default_registry(), config_dir) as loader:
         return Composer(loader, config_dir)
 
@@ -195,7 +195,7 @@ class Composer:
     def files(
         self, choices: Sequence[TypedOverride], problems: list[Problem]
     ) -> tuple[ComposedFiles, list[TypedOverride], frozenset[str]]:
-        """A copy of what the files make of the valid choices, these, and the groups that the others affect.
+        """Return the composed files (a copy), the valid choices, and the groups that invalid choices affect.
 
         Adds to the `problems` so far. Raises SpecError with them.
         """
@@ -246,7 +246,7 @@ def decode_draft(drafted: JobDraft, registry: Registry) -> ComposedJob:
     problems = list(drafted.problems)
     spec = None
     try:
-        spec = _name_config_dir(decode(drafted.data, drafted.origins, registry), drafted.config_dir)
+        spec = _add_config_dir(decode(drafted.data, drafted.origins, registry), drafted.config_dir)
         problems += unknown_recipes(spec, drafted.origins)
     except SpecError as error:
         said = {p.key for p in problems}

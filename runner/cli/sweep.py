@@ -116,7 +116,7 @@ def make_plan(folder: SweepFolder, args: Namespace, expansion: Expansion, cards:
 
 
 def proposer(folder: SweepFolder, begun: Plan, cards: Cards, draft: MakeDraft | None) -> Propose | None:
-    """What makes a job of the values that a search has chosen; None where all jobs are known.
+    """Return a function that makes a job of a search's values; None where all jobs are known.
 
     draft: None if the search proposes no more jobs
     """
@@ -138,13 +138,13 @@ def _files_fingerprint(search: SearchSpace, draft: MakeDraft) -> str:
 
 
 def resume_draft(search: SearchSpace) -> MakeDraft:
-    """What drafts further jobs of a search. Raises EnvironmentProblem if its files have changed."""
+    """Return a function that drafts further jobs of a search. Raises EnvironmentProblem if its files have changed."""
     config_dir, spec = (Path(path) if path else None for path in (search.config_dir, search.spec))
     draft = make_draft(config_dir, spec and spec_file(spec))
     if search.files not in ("", _files_fingerprint(search, draft)):
         raise EnvironmentProblem(
-            "a recipe or config file of this search has changed since it began, so further jobs would not compare with "
-            "the earlier ones; undo the change, or start a new search: run -m …"
+            "a recipe or config file of this search has changed since it began, so further jobs are not comparable "
+            "with the earlier ones; undo the change, or start a new search: run -m …"
         )
     return draft
 

@@ -17,7 +17,7 @@ LATE = ("Timed out waiting", "timed out", "timeout")  # if another process does 
 # torchrun's names, in the order of RankInfo's fields
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")  # srun's; a script of sbatch has SLURM_NTASKS instead
-# What the process that a launcher started has, and what its child processes must not read as theirs
+# Variables that a launcher sets for its process; child processes must not inherit them
 LAUNCHER_VARIABLES = frozenset((*VARIABLES, *RENDEZVOUS_VARIABLES, *STEP_VARIABLES))
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, from the kernel, at each boot
 
@@ -62,7 +62,8 @@ class RankInfo:
             raise EnvironmentProblem(
                 f"{given} set, {lacking} not: a rank needs all four, as torchrun sets them. If the first two count "
                 "machines, type: run … launch.nodes=$WORLD_SIZE launch.node_rank=$RANK "
-                f"launch.rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT; if they are left over: unset {' '.join(found)}"
+                "launch.rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT; if another command set them, type: "
+                f"unset {' '.join(found)}"
             )
         try:
             return cls(*(int(found[name]) for name in VARIABLES))

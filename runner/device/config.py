@@ -64,7 +64,7 @@ class DeviceConfig(ComponentConfig):
 
     @property
     def numerics_options(self) -> dict[str, Any]:
-        """The options that change results by more than another batch around a row does."""
+        """The options that change results by more than the composition of a batch does."""
         return self.model_dump(mode="json", exclude={"name", "threads", "env_preset"})
 
     def quantization_problem(self) -> str | None:

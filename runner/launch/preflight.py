@@ -99,15 +99,15 @@ def refuse_other_launcher(spec: JobSpec) -> None:
         text = f"launch.samplers={own.samplers}: torchrun starts only ranks; leave it out, or start without torchrun"
         raise EnvironmentProblem(text)
     if own.here and own.machines == 1 and not (own.queued or is_rank):
-        _refuse_copies(os.environ)
+        _refuse_duplicate_launch(os.environ)
 
 
-def _refuse_copies(environment: Mapping[str, str]) -> None:
+def _refuse_duplicate_launch(environment: Mapping[str, str]) -> None:
     """Raise EnvironmentProblem if this command was started several times, each for the whole job."""
     if environment.keys() >= set(VARIABLES[:2]):
         rank = RankInfo.from_environment(environment)  # of a PyTorchJob with one process per machine: raises
         if rank.size > 1:
-            text = f"{rank} by RANK and WORLD_SIZE, but MASTER_ADDR or MASTER_PORT is not set; start with torchrun"
+            text = f"RANK and WORLD_SIZE set {rank}, but MASTER_ADDR or MASTER_PORT is not set; start with torchrun"
             raise EnvironmentProblem(f"{text}, or type: unset {' '.join(VARIABLES)}")
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks > 1 and "SLURM_PTY_PORT" not in environment:  # set by srun --pty, whose shell is in the first task only

@@ -104,7 +104,7 @@ class JobSpec(Config):
         return [("epochs", f"{why}; set steps instead, or leave out data.mixture_weights")]
 
     def episode_tokens(self) -> int:
-        """Most tokens after a prompt: the environment's limit, or all turns without its messages."""
+        """Maximum tokens after a prompt: the environment's limit, or all turns without its messages."""
         turns = self.sampler.answer_tokens() * self.environment.most_turns()
         return self.environment.episode_token_limit() or turns
 

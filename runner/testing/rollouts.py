@@ -213,7 +213,9 @@ def _check_seeds(rollouts: Sequence[Rollout]) -> None:
     total, (first, chance) = sum(chances.values()), next(iter(chances.items()))
     require(total < 1.001, f"by their logprobs, {len(chances)} different answers have a total probability of {total}")
     likely = chance ** (len(rollouts) - 1) > 1e-6
-    require(len(chances) > 1 or likely, f"requests with the same prompt and other seeds have the same ids {first}")
+    require(
+        len(chances) > 1 or likely, f"requests with the same prompt and different seeds returned the same ids {first}"
+    )
 
 
 def check_data(config: DataConfig, kind: ItemKind = "sft", *, seed: int = 0) -> Data:
@@ -254,7 +256,7 @@ def _check_rounds(data: Data, twin: Data) -> None:
     pool = list(data.take(0, min(len(data), 128)))
     if any(row in pool[:at] for at, row in enumerate(pool)):
         return  # equal rows make orders alike
-    text = "take(step, count, round=1) refills a step from an order of its own"
+    text = "take(step, count, round=1) must use another order than round 0"
     require(count < 8 or again != pool[:count], f"{text}; got that of round 0")
     known = sum(row in pool[: 2 * count] for row in again)
     text = f"{text}; {known} of its first {count} items are among the first {2 * count} of round 0"

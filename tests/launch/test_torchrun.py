@@ -100,7 +100,7 @@ PODS = {**MEETING, "RANK": "1", "WORLD_SIZE": "2"}  # of a PyTorchJob: RANK coun
     ("variables", "words", "said"),
     [
         (PODS, TWO, r"If the first two count machines, type: run … launch\.nodes=\$WORLD_SIZE"),
-        (PODS, TWO[:1], r"launch\.nodes=\$WORLD_SIZE .*; if they are left over: unset RANK WORLD_SIZE"),
+        (PODS, TWO[:1], r"launch\.nodes=\$WORLD_SIZE .*; if another command set them, type: unset RANK WORLD_SIZE"),
         (RankInfo(1, 2, 1, 2).to_environment(), TWO, "MASTER_ADDR or MASTER_PORT is not set; start with torchrun"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, TWO, "8 tasks, and each would run the whole job; type srun --ntasks=1 run"),
     ],

@@ -248,11 +248,11 @@ def requeued_folder(where: Path | None) -> Path | None:
 
 
 def _recorded_folder() -> Path | None:
-    """The run that this command began before the requeue; equal commands are told apart by their order."""
+    """The run that this command began before the requeue; equal commands are distinguished by their order."""
     records: list[tuple[int, int, str, str]] = []
     for line in job_records("runs"):
         restarts, step, key, folder = json.loads(line)
-        # A step has one record, and restarts increase: otherwise the earlier records are of an old job of this number.
+        # A step has one record, and restarts increase: otherwise the first records are of another job of this number.
         if records and (restarts < records[-1][0] or (restarts, step) in {record[:2] for record in records}):
             records.clear()
         records.append((restarts, step, key, folder))

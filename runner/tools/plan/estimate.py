@@ -122,7 +122,7 @@ def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
         return _fullest_stage(spec, shape, found, card)
     except RunnerError:
         raise
-    except Exception as error:  # a model's code may fail in any way on tensors without data
+    except Exception as error:  # a model's code may fail in any way on meta tensors
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         text = f"run plan does not support model_type={shape.model_type} ({said}); plan another model of this size"
         raise SpecError([Problem("model", text)]) from error

@@ -155,9 +155,9 @@ def with_depth(architecture: Any, depth: int) -> Any:
 
 
 def layer_period(architecture: Any, way: bool | int | str) -> int:
-    """After how many layers their kinds repeat themselves; way: that of `model.gradient_checkpointing`.
+    """Number of layers after which the kinds of layers repeat; way: that of `model.gradient_checkpointing`.
 
-    Dense layers before those with experts are all within the first so many.
+    The first period has all leading dense layers.
     """
     inner = architecture.get_text_config()
     depth = inner.num_hidden_layers
@@ -196,9 +196,9 @@ def tensor_parallel_config(architecture: Any, slices: int) -> Any:
 
 
 def expert_parallel_config(architecture: Any, ranks: int) -> Any:
-    """The shape of what one of `ranks` has over which experts lie; no fewer experts than a token takes.
+    """The config of one of `ranks` under expert parallelism, with at least the experts that a token takes.
 
-    They are not in groups, of which a router would choose some: these may be more than the experts of a rank.
+    Without group-limited routing, whose groups may need more experts than a rank has.
     """
     shape = deepcopy(architecture)
     inner = shape.get_text_config()

@@ -142,10 +142,10 @@ def concurrent_answers(spec: JobSpec, drawing: int) -> int:
 
 
 def token_bytes(shape: Any, size: int, slices: int = 1, *, engine: bool = False) -> int:
-    """Bytes of a token's keys and values on one of `slices` ranks, with heads repeated where too few.
+    """Bytes of a token's keys and values on one of `slices` ranks, with heads replicated where there are fewer.
 
-    Multi-head latent attention (2405.04434, section 2.1) keeps latents, whole on every rank. Without an `engine`, which
-    computes with these, a layer's keys and values are made of them in its turn.
+    Multi-head latent attention (2405.04434, section 2.1) keeps latents, whole on every rank. An `engine`
+    computes with these; otherwise keys and values are made of them, one layer at a time.
     """
     inner = shape.get_text_config()
     layers, latent = inner.num_hidden_layers, getattr(inner, "kv_lora_rank", None)

@@ -55,7 +55,7 @@ def diff_lines(first: RunFolder, second: RunFolder) -> list[str]:
         rows = [_metric(name, a.series[name], b.series[name]) for name in metrics]
         out += ["", *align_columns([["metric", "step", "A", "", "B", "", "B − A"], *rows])]
         if any(a.series[name].last[0] != b.series[name].last[0] for name in metrics):
-            out += ["A and B are compared at the newest step that both measured; their curves are whole"]
+            out += ["A and B are compared at the newest step that both measured; the curves show all steps"]
     if evaluated := _evaluation_rows(a, b):
         out += ["", *align_columns(evaluated)]
     for name, mine, other in (("A", named[0], b), ("B", named[1], a)):

@@ -261,7 +261,7 @@ def _times(page: Page, run: RunFacts) -> None:
     sums = {name: sum(v for _, v in s.points) for name, s in run.series.items() if name.startswith("time/")}
     if not sums:
         return
-    page.head("Time of all steps")
+    page.head("Total time, all steps")
     total = sum(sums.values()) or 1.0
     rows = [
         TableRow([name, format_duration(s), f"{s / total:.0%}"])

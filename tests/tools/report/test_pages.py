@@ -119,7 +119,7 @@ def test_a_runs_report_is_whole_and_harmless(tmp_path: Path) -> None:
     write_page(folder, tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
     checked(page)
-    assert "<h2>Time of all steps</h2>" in page
+    assert "<h2>Total time, all steps</h2>" in page
     for word in ("&lt;b&gt;mine&lt;/b&gt;", "train/loss  2 → 0.6667", "command line", "torch", "c1", "&lt;/script&gt;"):
         assert word in page, word
 
