@@ -21,6 +21,7 @@ from runner.cli.sweep_axes import decode_sweep_options, metric_directions
 from runner.cli.verbs import ACTIONS
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.launch.preflight import mask_secrets
+from runner.launch.upstream_runs import NOT_IN_KEY
 from runner.run_dir.manifest import fingerprint, redact
 from runner.spec import suggest
 from runner.spec.base import iter_leaves
@@ -134,7 +135,8 @@ def proposer(folder: SweepFolder, begun: Plan, cards: Cards, draft: MakeDraft | 
 
 
 def _files_fingerprint(search: SearchSpace, draft: MakeDraft) -> str:
-    return fingerprint({"corners": [draft(words).data for words, _ in search.corners()]})
+    corners = [draft(words).data for words, _ in search.corners()]
+    return fingerprint({"corners": [{k: v for k, v in one.items() if k not in NOT_IN_KEY} for one in corners]})
 
 
 def resume_draft(search: SearchSpace) -> MakeDraft:
@@ -143,8 +145,8 @@ def resume_draft(search: SearchSpace) -> MakeDraft:
     draft = make_draft(config_dir, spec and spec_file(spec))
     if search.files not in ("", _files_fingerprint(search, draft)):
         raise EnvironmentProblem(
-            "a recipe or config file of this search has changed since it began, so further jobs are not comparable "
-            "with the earlier ones; undo the change, or start a new search: run -m …"
+            "a recipe, a config file or a default of this search has changed since it began, so further jobs are not "
+            "comparable with the earlier ones; undo the change, or start a new search: run -m …"
         )
     return draft
 

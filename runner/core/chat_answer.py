@@ -37,12 +37,13 @@ class ChatAnswer:
     errors: list[str] = field(default_factory=list)
     _held: str = ""
     _is_first: bool = True  # no content yet: reasoning, and calls that are whole turns, stand only there
+    _may_think: bool = True  # no reasoning yet
     _block: str | None = None  # the text of a block of calls that has begun
     _opening: str = ""  # the marker that began it, if it is no part of the block
     _skips_newlines: bool = False  # a marker has just ended
 
     def __post_init__(self) -> None:
-        self._skips_newlines = self.is_thinking
+        self._skips_newlines, self._may_think = self.is_thinking, not self.is_thinking
 
     def push(self, text: str) -> list[tuple[Part, str]]:
         """What more text adds."""
@@ -70,10 +71,12 @@ class ChatAnswer:
         if self._is_first:
             start = self._held.lstrip()
             whole = self.format.opens if self.format and self.format.is_whole_turn else ()
-            if any(marker.startswith(start) for marker in (THINK, *whole) if len(start) < len(marker)):
+            markers = (THINK, *whole) if self._may_think else whole
+            if any(marker.startswith(start) for marker in markers if len(start) < len(marker)):
                 return False  # too short to tell
-            if start.startswith(THINK):
+            if self._may_think and start.startswith(THINK):
                 self._held, self.is_thinking, self._skips_newlines = start.removeprefix(THINK), True, True
+                self._may_think = False
                 return True
             self._is_first = False
             if start.startswith(whole) and whole:

@@ -102,6 +102,15 @@ def refuse_other_launcher(spec: JobSpec) -> None:
         _refuse_duplicate_launch(os.environ)
 
 
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY))
+    except OSError:
+        return False
+    return True
+
+
 def _refuse_duplicate_launch(environment: Mapping[str, str]) -> None:
     """Raise EnvironmentProblem if this command was started several times, each for the whole job."""
     if environment.keys() >= set(VARIABLES[:2]):
@@ -110,7 +119,7 @@ def _refuse_duplicate_launch(environment: Mapping[str, str]) -> None:
             text = f"RANK and WORLD_SIZE set {rank}, but MASTER_ADDR or MASTER_PORT is not set; start with torchrun"
             raise EnvironmentProblem(f"{text}, or type: unset {' '.join(VARIABLES)}")
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
-    if tasks > 1 and "SLURM_PTY_PORT" not in environment:  # set by srun --pty, whose shell is in the first task only
+    if tasks > 1 and not ("SLURM_PTY_PORT" in environment and has_terminal()):  # srun --pty: a shell in one task only
         raise EnvironmentProblem(
             f"Slurm started {tasks} tasks, and each would run the whole job; type srun --ntasks=1 run …, or "
             "launch=slurm with one task per machine; if the other tasks run something else: "

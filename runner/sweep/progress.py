@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from runner.run_dir.folder import OUTPUTS, RunFolder, display_path
 from runner.spec.base import iter_leaves
+from runner.spec.job import CONFIG_DIR
 from runner.sweep.job import State, read_if_whole
 from runner.sweep.plan import Plan, SweepFolder, SweepState, run_name, short_names
 from runner.tracker.console import Console
@@ -254,5 +255,6 @@ def _comparable(spec: Mapping[str, Any], ignored: set[str]) -> dict[str, Any]:
 def _as_typed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
+    value = value.partition(CONFIG_DIR)[0]
     stage = STAGE.fullmatch(value)
     return f"recipe:{stage[1]}" if stage else os.path.realpath(value) if os.path.exists(value) else value

@@ -52,6 +52,7 @@ CASES = {
     ("hermes", "plain\n"): ("", "plain\n", []),
     ("hermes", "<think>\nhm\n\n</think>\n\nyes"): ("hm", "yes", []),
     ("hermes", "<think>\n\n</think>\n\nyes\nno\n"): ("", "yes\nno\n", []),
+    ("hermes", "<think>a</think>\n\n<think> is a tag."): ("a", "<think> is a tag.", []),
     ("hermes", "<think>never closed"): ("never closed", "", []),
     ("hermes", f"I call.\n{CALL}\n{CALL}"): ("", "I call.", [MADE, MADE]),
     ("hermes", f"<think>a</think>{CALL}\nthen"): ("a", "then", [MADE]),

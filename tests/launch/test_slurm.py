@@ -111,12 +111,13 @@ class Script:
         monkeypatch.chdir(cwd)
         self.cwd, self.patch, self.made = cwd, monkeypatch, 0
 
-    def start(self, restarts: int, *commands: str) -> list[str]:
-        """The folders in which the commands continue or, with a +, that they make."""
+    def start(self, restarts: int, *commands: str, step: int | None = None) -> list[str]:
+        """The folders in which the commands continue or, with a +, that they make; step: of all of them."""
         found = []
-        for step, words in enumerate(commands):
+        for number, words in enumerate(commands):
             self.patch.setattr("sys.argv", ["run", *words.split()])
-            variables = {**STEP, "SLURM_STEP_ID": str(step), "SLURM_RESTART_COUNT": str(restarts), "SLURM_NODEID": "0"}
+            own = {"SLURM_STEP_ID": str(number if step is None else step), "SLURM_RESTART_COUNT": str(restarts)}
+            variables = {**STEP, **own, "SLURM_NODEID": "0"}
             for name, value in variables.items():
                 self.patch.setenv(name, value)
             before = srun_task.requeued_folder(None)
@@ -148,6 +149,8 @@ def test_each_command_of_a_requeued_script_continues_its_own_run(
     assert script.start(4, sft, dpo, sft, sft, sft) == ["run-1", "run-2", "run-3", "run-4", "+run-5"]
     assert script.start(0, sft, dpo) == ["+run-6", "+run-7"], "another job of this number"
     assert script.start(1, sft, dpo) == ["run-6", "run-7"]
+    assert script.start(0, sft, dpo, step=3) == ["+run-8", "+run-9"], "another job, all commands in one step"
+    assert script.start(1, sft, dpo, step=3) == ["run-8", "run-9"]
     monkeypatch.delenv("SLURM_STEP_ID")
     assert srun_task.requeued_folder(None) is None, "the script itself becomes srun"
 

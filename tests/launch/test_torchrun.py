@@ -11,7 +11,7 @@ import pytest
 from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.core.rank_info import RankInfo, is_launched_rank, without_rank_variables
-from runner.launch import torchrun
+from runner.launch import preflight, torchrun
 from runner.launch.local import start_run
 from runner.launch.preflight import refuse_other_launcher
 
@@ -133,6 +133,16 @@ def test_copies_of_a_whole_job_are_refused(
 def test_one_job_in_many_processes_is_no_copy(
     variables: dict[str, str], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(preflight, "has_terminal", lambda: True)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     refuse_other_launcher(compose_job(words).spec)
+
+
+def test_a_step_that_a_shell_of_srun_pty_starts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the variable of its shell, but no terminal."""
+    monkeypatch.setattr(preflight, "has_terminal", lambda: False)
+    for name, value in {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "3000"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EnvironmentProblem, match="8 tasks"):
+        refuse_other_launcher(compose_job(TWO).spec)

@@ -76,8 +76,9 @@ def test_what_is_no_evidence(more: dict[str, object], tmp_path: Path) -> None:
 def test_jobs_of_earlier_sweeps_and_stages_are_evidence(tmp_path: Path) -> None:
     stage = str(tmp_path / "stages" / "warm" / "0a1b" / "export")
     a_run(tmp_path / "sweeps" / "s" / "003", 20.0, init_from=stage)
-    found = find_earlier_run(a_plan("optimizer.lr", ["1"], init_from="recipe:warm"), tmp_path)
-    assert found is not None and found.seconds == 2.0 and found.source.endswith("sweeps/s/003")
+    for recipe in ("recipe:warm", "recipe:warm --config-dir /conf"):
+        found = find_earlier_run(a_plan("optimizer.lr", ["1"], init_from=recipe), tmp_path)
+        assert found is not None and found.seconds == 2.0 and found.source.endswith("sweeps/s/003")
     assert find_earlier_run(a_plan("optimizer.lr", ["1"], init_from="recipe:other"), tmp_path) is None
 
 

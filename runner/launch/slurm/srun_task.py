@@ -252,8 +252,8 @@ def _recorded_folder() -> Path | None:
     records: list[tuple[int, int, str, str]] = []
     for line in job_records("runs"):
         restarts, step, key, folder = json.loads(line)
-        # A step has one record, and restarts increase: otherwise the first records are of another job of this number.
-        if records and (restarts < records[-1][0] or (restarts, step) in {record[:2] for record in records}):
+        # Restarts increase, and a command has one record in a step: otherwise the first ones are of another job.
+        if records and (restarts < records[-1][0] or (restarts, step, key) in {record[:3] for record in records}):
             records.clear()
         records.append((restarts, step, key, folder))
     now, own_step = _this_step()

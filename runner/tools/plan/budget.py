@@ -15,7 +15,10 @@ LARGEST = 2**17  # tokens: a larger micro-batch is not faster
 
 
 def largest_micro_batch(spec: JobSpec, card: Card) -> tuple[int, str]:
-    """Tokens, and why: a power of two that fits, or the longest item, if that is more or nothing fits."""
+    """Tokens, and why: a power of two that fits, or the longest item, if that is more.
+
+    Where that does not fit, it is the default: a longer item is a micro-batch of its own in any case.
+    """
 
     @cache
     def plan(size: int) -> Estimate:
@@ -26,7 +29,8 @@ def largest_micro_batch(spec: JobSpec, card: Card) -> tuple[int, str]:
     sizes = [longest, *(2**k for k in range(longest.bit_length(), (enough - 1).bit_length() + 1))]
     fitting = bisect_left(sizes, True, key=lambda size: not plan(size).fits(card))
     if not fitting:
-        return longest, f"the longest item; by the estimate of run plan it may not fit the {card.name}"
+        tokens = min(longest, spec.algorithm.micro_batch_budget)
+        return tokens, f"by the estimate of run plan the longest item, {longest} tokens, may not fit the {card.name}"
     tokens = sizes[fitting - 1]
     most, memory = (f"{size / GIB:.1f}" for size in (plan(tokens).fullest_band(card).high, card.memory))
     limit = "" if fitting < len(sizes) else f"; more than {enough} would not be faster"

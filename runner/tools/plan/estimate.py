@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.core.device_kinds import find_kind
-from runner.core.errors import Problem, RunnerError, SpecError
+from runner.core.errors import Problem, SpecError
 from runner.device.cards import Card
 from runner.parallelism.mesh import Mesh
 from runner.sampler.vllm.versions import LOST, REMEDY
 from runner.spec.job import JobSpec
-from runner.tools.plan.measure import Passes
+from runner.tools.plan.measure import Passes, unsupported_model
 from runner.tools.plan.memory_breakdown import MemoryBreakdown, frozen_model_terms
 from runner.tools.plan.model import architecture, expert_parallel_config, tensor_parallel_config
 from runner.tools.plan.rank_layout import MemoryTerm, ModelWeights, StageLayout, StepPhase, model_weights, rank_layout
@@ -118,18 +118,8 @@ def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
     Raises SpecError for a job that no plan can be made of, EnvironmentProblem where its model's shape is unknown.
     """
     shape, found = architecture(spec.model)
-    try:
-        return _fullest_stage(spec, shape, found, card)
-    except RunnerError:
-        raise
-    except Exception as error:  # a model's code may fail in any way on meta tensors
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        text = f"run plan does not support model_type={shape.model_type} ({said}); plan another model of this size"
-        raise SpecError([Problem("model", text)]) from error
-
-
-def _fullest_stage(spec: JobSpec, shape: Any, found: str, card: Card | None) -> Estimate:
-    """The plan of the stage with the most memory. shape: see `Estimate`; found: where it is from."""
+    if not getattr(shape.get_text_config(), "num_attention_heads", None):
+        raise unsupported_model(shape, "it has no attention heads")
     spread = rank_layout(spec.parallelism, spec.launch.world, shape, card.memory if card else 0)
     mesh = spread.mesh
     heads = spec.algorithm.trained_models()

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack
+from runner.core.errors import Problem, RunnerError, SpecError
 from runner.model.batch_layout import max_row_length
 from runner.model.flops import is_expert
 from runner.spec.base import Head
@@ -83,8 +84,20 @@ class Passes:
     def _run(self, depth: int, headed: bool) -> Pass:
         if (depth, headed) not in self._known:
             shape = with_depth(self._shape, depth)
-            self._known[depth, headed] = _run(self._spec, self._head, shape, self._spread, headed)
+            try:
+                self._known[depth, headed] = _run(self._spec, self._head, shape, self._spread, headed)
+            except RunnerError:
+                raise
+            except Exception as error:  # a model's code may fail in any way on meta tensors
+                said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+                raise unsupported_model(shape, said) from error
         return self._known[depth, headed]
+
+
+def unsupported_model(shape: Any, why: str) -> SpecError:
+    """The error for a family that cannot be planned. shape: its transformers config."""
+    text = f"run plan does not support model_type={shape.model_type} ({why}); plan another model of this size"
+    return SpecError([Problem("model", text)])
 
 
 def _run(spec: JobSpec, head: Head, shape: Any, spread: RankLayout, headed: bool) -> Pass:

@@ -25,16 +25,21 @@ PREFERRED: list[str] = METRICS["preferred"]
 class Series:
     """One metric of one run: (step, value) in order; what is not finite is left out.
 
-    lost: the newest step that measured it, where the value there is not finite
+    lost: the steps whose value is not finite
     """
 
     points: tuple[tuple[int, float], ...]
-    lost: int | None = None
+    lost: tuple[int, ...] = ()
+
+    @property
+    def measured(self) -> dict[int, float]:
+        """The value of every step that measured it: NaN, where that is not finite."""
+        return dict(self.points) | dict.fromkeys(self.lost, math.nan)
 
     @property
     def last(self) -> tuple[int, float]:
         """The newest step that measured it, and the value: NaN, where that is not finite."""
-        return self.points[-1] if self.lost is None else (self.lost, math.nan)
+        return max(self.measured.items(), key=lambda point: point[0])
 
     def best(self, mode: str) -> tuple[int, float]:
         """The step with the best value, the earliest of equals; what is not finite is no value."""
@@ -64,15 +69,16 @@ def read_metrics(path: Path) -> dict[str, Series]:
     A last line without its newline is still being written, or torn, and left out; any other damaged line is named.
     """
     found: dict[str, list[tuple[int, float]]] = {}
-    lost: dict[str, int | None] = {}
+    lost: dict[str, list[int]] = {}
     for row in read_rows(path, step=int):
         step = row.pop("step")
         for name, value in row.items():
             is_finite = isinstance(value, int | float) and math.isfinite(value)
-            lost[name] = None if is_finite else step
             if is_finite:
                 found.setdefault(name, []).append((step, float(value)))
-    return {name: Series(tuple(points), lost[name]) for name, points in found.items()}
+            else:
+                lost.setdefault(name, []).append(step)
+    return {name: Series(tuple(points), tuple(lost.get(name, ()))) for name, points in found.items()}
 
 
 def read_rows(path: Path, *keys: str, **types: Callable[[Any], Any]) -> Iterator[dict[str, Any]]:

@@ -54,6 +54,9 @@ def test_more_memory_allows_more_up_to_the_tokens_of_a_step() -> None:
 def test_the_longest_row_is_the_least() -> None:
     tokens, reason = largest_micro_batch(job(), CARD._replace(memory=GIB // 2))
     assert tokens == 600 and "may not fit" in reason
+    longer = job(WANTED, "data.max_length=9000", "model.max_positions=20000")
+    tokens, reason = largest_micro_batch(longer, CARD._replace(memory=GIB // 2))
+    assert tokens == 4096 and "tokens, may not fit" in reason  # the long one is a micro-batch of its own
     assert (
         largest_micro_batch(
             job(WANTED, "data.max_length=200000", "model.max_positions=200000"), CARD._replace(memory=10**15)

@@ -459,12 +459,13 @@ def test_a_family_that_names_its_experts_otherwise_is_planned_and_spread(compose
 
 
 def test_a_family_that_fails_without_data_is_refused_in_a_line(compose: Any, tmp_path: Path) -> None:
-    AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=2, vocab_size=64).save_pretrained(tmp_path)
-    words = ("+recipe=sft_full_npu", f"model.path={tmp_path}", "parallelism=single", "launch=local")
-    with pytest.raises(
-        SpecError, match=r"run plan does not support model_type=mamba \(AttributeError: .* plan another"
-    ):
-        estimate(compose(*words))
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    gemma = small | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64}
+    for kind, sizes, why in (("mamba", small, "it has no attention heads"), ("gemma2", gemma, r"\w+: .*")):
+        AutoConfig.for_model(kind, **sizes).save_pretrained(tmp_path)
+        words = ("+recipe=sft_full_npu", f"model.path={tmp_path}", "parallelism=single", "launch=local")
+        with pytest.raises(SpecError, match=rf"run plan does not support model_type={kind} \({why}\); plan another"):
+            estimate(compose(*words))
 
 
 def test_adapters_on_experts_are_planned_for_but_not_where_experts_lie_apart(compose: Any) -> None:

@@ -170,6 +170,9 @@ def test_a_diff_compares_runs_of_other_lengths_at_the_newest_step_of_both(tmp_pa
     [loss], [entropy] = ([row for row in rows if row[:1] == [name]] for name in ("train/loss", "policy/entropy"))
     assert (loss[1], loss[2], loss[4], loss[-1]) == ("3", "25", "24", "-1")
     assert entropy[1] == entropy[-1] == "–" and "199)" in entropy and "500)" in entropy
+    a.metrics.write_text("".join(json.dumps({"step": s, "train/loss": 1 if s < 3 else None}) + "\n" for s in range(9)))
+    [loss] = (row for row in map(str.split, diff.diff_lines(a, b)) if row[:1] == ["train/loss"])
+    assert (loss[1], loss[2], loss[-1]) == ("3", "nan", "+nan"), "both measured step 3, one of them not a number"
     assert "newest step that both measured" in "\n".join(diff.diff_lines(a, b))
     assert "newest step that both measured" not in "\n".join(diff.diff_lines(a, a))
 
