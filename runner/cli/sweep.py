@@ -140,7 +140,7 @@ def _files_fingerprint(search: SearchSpace, draft: MakeDraft) -> str:
 
 
 def resume_draft(search: SearchSpace) -> MakeDraft:
-    """Return a function that drafts further jobs of a search. Raises EnvironmentProblem if its files have changed."""
+    """Return what drafts further jobs of a search. Raises EnvironmentProblem if its files changed."""
     config_dir, spec = (Path(path) if path else None for path in (search.config_dir, search.spec))
     draft = make_draft(config_dir, spec and spec_file(spec))
     if search.files not in ("", _files_fingerprint(search, draft)):

@@ -27,7 +27,7 @@ class EnvironmentConfig(ComponentConfig):
         return 1
 
     def episode_token_limit(self) -> int | None:
-        """Maximum tokens of an episode after its prompt, with the environment's messages; None = the model's limit."""
+        """Maximum tokens of an episode after its prompt, with all messages; None = the model's limit."""
         return None
 
     def is_repeatable(self) -> bool:

@@ -155,7 +155,7 @@ def with_depth(architecture: Any, depth: int) -> Any:
 
 
 def layer_period(architecture: Any, way: bool | int | str) -> int:
-    """Number of layers after which the kinds of layers repeat; way: that of `model.gradient_checkpointing`.
+    """Number of layers after which their kinds repeat; way: of `model.gradient_checkpointing`.
 
     The first period has all leading dense layers.
     """

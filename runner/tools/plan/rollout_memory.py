@@ -142,7 +142,7 @@ def concurrent_answers(spec: JobSpec, drawing: int) -> int:
 
 
 def token_bytes(shape: Any, size: int, slices: int = 1, *, engine: bool = False) -> int:
-    """Bytes of a token's keys and values on one of `slices` ranks, with heads replicated where there are fewer.
+    """Bytes of a token's keys and values on one of `slices` ranks; too few heads are replicated.
 
     Multi-head latent attention (2405.04434, section 2.1) keeps latents, whole on every rank. An `engine`
     computes with these; otherwise keys and values are made of them, one layer at a time.

@@ -137,7 +137,7 @@ def _value_text(key: str, values: Mapping[str, Any]) -> str:
 
 def _metric(name: str, a: Series, b: Series) -> list[str]:
     """The values at the newest step that both measured; without one, at both ends, and no difference."""
-    first, second = a.measured, b.measured
+    first, second = a.by_step, b.by_step
     sparks = [sparkline([value for _, value in s.points], SPARKS) for s in (a, b)]
     if (step := max(first.keys() & second.keys(), default=None)) is None:
         ends = [f"{format_number(value)} (step {at})" for at, value in (a.last, b.last)]

@@ -32,14 +32,14 @@ class Series:
     lost: tuple[int, ...] = ()
 
     @property
-    def measured(self) -> dict[int, float]:
+    def by_step(self) -> dict[int, float]:
         """The value of every step that measured it: NaN, where that is not finite."""
         return dict(self.points) | dict.fromkeys(self.lost, math.nan)
 
     @property
     def last(self) -> tuple[int, float]:
         """The newest step that measured it, and the value: NaN, where that is not finite."""
-        return max(self.measured.items(), key=lambda point: point[0])
+        return max(self.by_step.items(), key=lambda point: point[0])
 
     def best(self, mode: str) -> tuple[int, float]:
         """The step with the best value, the earliest of equals; what is not finite is no value."""
