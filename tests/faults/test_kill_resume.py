@@ -118,17 +118,14 @@ def wait_until(happened: Callable[[], bool], process: Command) -> None:
 
 
 def kill_somewhere(run: Run, process: Command, jump: int, moments: random.Random) -> bool:
-    """Kill the process while it starts up, or up to `jump` steps further on, before the last one.
-
-    False if it ended before.
-    """
+    """Kill the process while it starts up, or up to `jump` steps further on; False if it ended before."""
     wait_until(lambda: (run.latest / "spec.yaml").exists(), process)  # before that there is nothing to resume
     if moments.random() < 0.25:
         # On a quiet machine 3 s are enough for most of the run, and few steps would be left to kill it in.
         begin, end = run.steps_logged(), time.monotonic() + moments.uniform(0.0, 3.0)
         wait_until(lambda: time.monotonic() >= end or run.steps_logged() >= begin + jump, process)
     else:
-        target = min(run.steps_logged() + moments.randint(1, jump), run.steps - 1)
+        target = min(run.steps_logged() + moments.randint(1, jump), run.steps)
         wait_until(lambda: run.steps_logged() >= target, process)
         time.sleep(moments.uniform(0.0, 0.05))
     process.kill()
@@ -139,7 +136,7 @@ def killed_run(run: Run, kills: int, seed: int) -> list[int]:
     """Start a run, kill it `kills` times and then let it end; the steps it had logged at each kill."""
     moments, deaths = random.Random(seed), list[int]()
     for words in (run.job, *[RESUME] * (kills - 1)):
-        process = run.start(*words, hold_at=run.steps - 1)
+        process = run.start(*words, hold_at=run.steps)
         assert kill_somewhere(run, process, 3 * run.steps // (2 * kills), moments), run.printed.read_text()
         deaths.append(run.steps_logged())
     process = run.start(*RESUME)

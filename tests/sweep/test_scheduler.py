@@ -299,12 +299,14 @@ def test_sweeps_of_the_same_second_do_not_meet(tmp_path: Path, sweep_process: St
 
 
 def test_a_screen_that_goes_away_stops_nothing(tmp_path: Path, sweep_process: Start) -> None:
-    process = sweep_process("start", ["good"] * 3, '{"parallel": 1}', subprocess.PIPE)
+    process = sweep_process("start", ["saves", "good", "good"], '{"parallel": 1}', subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(DEADLINE_S) == 0
+    until(lambda: list(tmp_path.glob("*/000/metrics.jsonl")))
     folder = only_sweep(tmp_path)
+    (folder.run(0).root / "go").touch()
+    assert process.wait(DEADLINE_S) == 0
     assert toy.states(folder) == ["done"] * 3 and "the terminal closed" in folder.log.read_text()
 
 

@@ -321,7 +321,7 @@ def test_the_demo_trains_over_http(tmp_path: Path) -> None:
     assert abs(losses[0] - losses[1]) < 1e-4 < abs(losses[0] - losses[2])
     with serve(saved, cwd=tmp_path) as server:
         body = {"model": server.model, "prompt": "a tiny", "max_tokens": 6, "temperature": 0}
-        assert httpx.post(f"{server.url}/completions", json=body).json()["choices"][0]["text"] == words[0]
+        assert httpx.post(f"{server.url}/completions", json=body, timeout=60).json()["choices"][0]["text"] == words[0]
 
 
 def test_a_client_program_that_fails_is_the_jobs_error(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_job_learns_from_run_serve_what_it_learns_in_one_process(sync: tuple[s
         url = server.url.removesuffix("/v1")
         remote = train(tmp_path, "sampler=server", f"sampler.url={url}", "sampler.api_key_env=KEY", *sync)
         refusals = [
-            httpx.post(f"{url}/collective_rpc", json=body, headers=headers).status_code
+            httpx.post(f"{url}/collective_rpc", json=body, headers=headers, timeout=60).status_code
             for headers, body in (
                 ({}, {}),
                 ({"Authorization": "Bearer a-key"}, {"method": "collect_model"}),
