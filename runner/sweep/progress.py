@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 from runner.run_dir.folder import OUTPUTS, RunFolder, display_path
 from runner.spec.base import iter_leaves
 from runner.spec.job import CONFIG_DIR
+from runner.spec.saved_spec import KEY
 from runner.sweep.job import State, read_if_whole
 from runner.sweep.plan import Plan, SweepFolder, SweepState, run_name, short_names
 from runner.tracker.console import Console
@@ -40,7 +41,7 @@ BORDERS = 6  # lines of a terminal that the table's frame, head and count take
 SMALLEST = 3  # rows
 MOST_READ = 30  # number of newest runs in outputs/ that are read
 FAR = 4  # largest ratio of the numbers of steps: beyond, start and end of a run distort the estimate
-SAME_TIME = ("name", "seed", "tracker", "watch", "strict")  # options that do not change the duration of a run
+SAME_TIME = ("name", "seed", "tracker", "watch", "strict", "chat.date", KEY)  # they do not change a run's duration
 STAGE = re.compile(r".*/stages/([^/]+)/[0-9a-f]+(?:/export)?")
 RECIPE = "recipe"
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from runner.cli.job_builder import compose_job
+from runner.launch.run_records import write_spec
 from runner.run_dir.folder import RunFolder
 from runner.sweep import plan as plans
 from runner.sweep.plan import JobPlan, Plan, SweepState
@@ -99,3 +101,14 @@ def test_the_first_job_that_is_done_tells_the_time_to_go(tmp_path: Path) -> None
 def test_times_are_spoken() -> None:
     times = {0.2: "1 s", 89: "89 s", 90: "2 min", 3599: "60 min", 3600: "1 h", 5400: "1 h 30 min", 200000: "2 d 7 h"}
     assert {seconds: duration_words(seconds) for seconds in times} == times
+
+
+def test_a_run_that_the_product_wrote_is_evidence(tmp_path: Path) -> None:
+    spec = compose_job(["+recipe=sft_demo", "optimizer.lr=0.25"]).spec
+    spec = spec.model_copy(update={"chat": spec.chat.model_copy(update={"date": "2026-11-20"})})
+    folder = a_run(tmp_path / "2026-11-21" / "1-a", 120.0)
+    write_spec(folder, spec)
+    os.utime(folder.spec, (1e9, 1e9))
+    typed = compose_job(["+recipe=sft_demo", "optimizer.lr=0.5"]).spec.model_dump(mode="json")
+    jobs = [JobPlan(0, {"optimizer.lr": "0.5"})]
+    assert find_earlier_run(Plan("a", (), typed, jobs, {}), tmp_path) is not None
