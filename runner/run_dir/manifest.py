@@ -250,10 +250,12 @@ def check_spec_unchanged(spec: JobSpec, saved: Mapping[str, Any], free: Collecti
     """
     then = translate_spec({KEY: saved.get(KEY, 0), **saved["spec"]}).data
     now, before = dict(iter_leaves(immutable_fields(spec))), dict(iter_leaves(then))
+    # An option that the checkpoint lacks is newer than the checkpoint; a new key of a mapping is a change.
+    mappings = tuple(f"{option}." for option in spec.mapping_options())
     problems = [
-        Problem(key, f"was {value} in the checkpoint, but is {now.get(key)} now; restore it", "spec.yaml")
-        for key, value in before.items()
-        if now.get(key) != value and not {key, key.partition(".")[0]} & {*free, *RESUMABLE}
+        Problem(key, f"was {before.get(key)} in the checkpoint, but is {now.get(key)} now; restore it", "spec.yaml")
+        for key in (*before, *(key for key in now if key not in before and key.startswith(mappings)))
+        if now.get(key) != before.get(key) and not {key, key.partition(".")[0]} & {*free, *RESUMABLE}
     ]
     if problems:
         raise SpecError(problems)

@@ -40,6 +40,14 @@ class Config(BaseModel):
             raise TypeError(f"{type(self).__name__} has no option {', '.join(sorted(unknown))}")
         return super().model_copy(update=update, deep=deep)
 
+    def mapping_options(self) -> Iterator[str]:
+        """The dotted keys of the options whose values are mappings with keys of the user's own."""
+        for name, value in self:
+            if isinstance(value, Config):
+                yield from (f"{name}.{key}" for key in value.mapping_options())
+            elif isinstance(value, Mapping):
+                yield name
+
     def problems(self, job: Any) -> list[tuple[str, str]]:
         """Contradictions between this part and the rest of the job, as (key, message)."""
         return []

@@ -50,6 +50,29 @@ def test_every_fixed_option_that_changed_is_named_with_both_values() -> None:
     assert "was 0.002 in the checkpoint, but is 0.5" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ("chat.kwargs=null", "chat.kwargs={thinking:false}", "chat.kwargs.thinking"),
+        ("chat.kwargs={a:1}", "chat.kwargs={a:1,thinking:false}", "chat.kwargs.thinking"),
+        ("chat.kwargs={a:1}", "chat.kwargs=null", "chat.kwargs.a"),
+        ("data.rename_columns={q:prompt}", "data.rename_columns={q:prompt,a:completion}", "data.rename_columns.a"),
+    ],
+)
+def test_a_new_key_of_a_mapping_is_a_change(before: str, after: str, named: str) -> None:
+    file = ["data=file", "data.path=rows.jsonl"]
+    check_spec_unchanged(job(*file, after), saved(job(*file, after)))
+    with pytest.raises(SpecError) as caught:
+        check_spec_unchanged(job(*file, after), saved(job(*file, before)))
+    assert [p.key for p in caught.value.problems] == [named]
+
+
+def test_an_option_that_the_checkpoint_does_not_know_is_no_change() -> None:
+    older = saved(job())
+    del older["spec"]["chat"]["kwargs"]
+    check_spec_unchanged(job(), older)
+
+
 @pytest.mark.parametrize("word", ["steps=999", "evaluation.every=1", "tracker=none", "checkpoint.keep=9"])
 def test_what_a_resume_may_change_is_free(word: str) -> None:
     check_spec_unchanged(job(word), saved(job()))
