@@ -95,9 +95,10 @@ def refuse_other_launcher(spec: JobSpec) -> None:
         raise EnvironmentProblem(f"{text}\n  {torchrun_command(own.devices, own.machines)}\n  or type launch=local")
     if is_rank and own.name not in ("torchrun", "local"):
         raise EnvironmentProblem(f"launch={own.name}: torchrun already started this process; leave it out")
-    if is_rank and own.samplers:
-        text = f"launch.samplers={own.samplers}: torchrun starts only ranks; leave it out, or start without torchrun"
-        raise EnvironmentProblem(text)
+    for name, value, unused in (("samplers", own.samplers, 0), ("attempts", own.attempts, 1)):
+        if is_rank and value > unused:
+            text = f"launch.{name}={value}: torchrun starts only ranks, once; leave it out, or start without torchrun"
+            raise EnvironmentProblem(text)
     if own.here and own.machines == 1 and not (own.queued or is_rank):
         _refuse_duplicate_launch(os.environ)
 

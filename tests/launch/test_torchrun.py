@@ -88,6 +88,8 @@ def test_inside_it_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch, meetin
         refuse_other_launcher(compose_job([*words, f"launch={launch}"]).spec)
     with pytest.raises(EnvironmentProblem, match="launch=slurm: torchrun already started"):
         refuse_other_launcher(compose_job([*words, "launch=slurm"]).spec)
+    with pytest.raises(EnvironmentProblem, match=r"launch\.attempts=3: torchrun starts only ranks, once"):
+        refuse_other_launcher(compose_job([*words, "launch=local", "launch.attempts=3"]).spec)
     with pytest.raises(SpecError, match=r"launch\.samplers: torchrun starts only ranks"):
         compose_job(["+recipe=grpo_demo", "launch=torchrun", "launch.samplers=1"])
 
