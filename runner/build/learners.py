@@ -8,7 +8,7 @@ from functools import partial
 from runner.build.result_check import build_component
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
-from runner.interfaces import RankCollectives, TrainableModel
+from runner.interfaces import TrainableModel
 from runner.optimizer.config import OptimizerConfig
 from runner.parallelism.parallel_context import ParallelContext
 from runner.spec.job import JobSpec
@@ -23,7 +23,7 @@ def build_learner(
     if spec.schedule.warmup_steps >= spec.steps:
         reason = f"schedule.warmup_steps={spec.schedule.warmup_steps} and steps={spec.steps}"
         decide("schedule", spec.schedule.name, "warm-up only", reason)
-    _configure_dropout(spec, model, world.replica_peers, decide)
+    _configure_dropout(spec, model, world.replica_peers.size * model.stage.num_stages, decide)
     config = _with_learning_rate(spec, decide)
     optimizer = build_component(config, parameters=model.trainable(), decide=decide)
     make: Callable[..., LocalLearner] = LocalLearner
@@ -57,13 +57,16 @@ def _with_learning_rate(spec: JobSpec, decide: Decisions) -> OptimizerConfig:
     return spec.optimizer if given else spec.optimizer.model_copy(update={"lr": lr})
 
 
-def _configure_dropout(spec: JobSpec, model: TrainableModel, peers: RankCollectives, decide: Decisions) -> None:
-    """On or off, as the algorithm says. Raises SpecError where it was requested and there is none."""
+def _configure_dropout(spec: JobSpec, model: TrainableModel, streams: int, decide: Decisions) -> None:
+    """On or off, as the algorithm says; streams: number of ranks that draw differently.
+
+    Raises SpecError where it was requested and there is none.
+    """
     if spec.algorithm.is_dropout_requested() and not model.dropout_rate():
         text = f"{type(model.inner).__name__} has no dropout, and adapter.dropout is not set; leave it out"
         raise SpecError([Problem("algorithm.dropout", text)])
     if not spec.algorithm.is_dropout_enabled() and (rate := model.disable_dropout()):
         decide.record_fact("algorithm.dropout", "off", f"{type(model.inner).__name__} has a dropout of up to {rate:g}")
-    if peers.size > 1 and (rate := model.dropout_rate()):
-        text = f"each of the {peers.size} ranks has its own random stream, so results depend on the number of ranks"
+    if streams > 1 and (rate := model.dropout_rate()):
+        text = f"each of {streams} ranks has its own random stream, so results depend on the number of ranks"
         decide.record_fact("algorithm.dropout", f"up to {rate:g}", text)

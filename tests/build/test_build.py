@@ -35,6 +35,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, SpecError, UnsupportedModelError
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
+from runner.distributed.work_partition import SingleStage
 from runner.model.tiny import byte_tokenizer
 from runner.parallelism.mesh import Mesh
 from tests.inference.model_folders import write_base
@@ -143,6 +144,21 @@ def test_what_is_compared_is_learnt_without_the_models_own_dropout_unless_it_is_
     assert [str(d) for d in decide.entries if d.feature == "algorithm.dropout"] == (
         [] if noisy else ["algorithm.dropout: off (GPT2LMHeadModel has a dropout of up to 0.1)"]
     )
+
+
+class FirstOfTwo(SingleStage):
+    num_stages = 2
+
+
+def test_each_stage_draws_its_own_dropout_and_the_run_says_so(workdir: Path) -> None:
+    spec, decide = compose_job(["model=tiny", "data=demo", "algorithm=sft"]).spec, Decisions()
+    model = causal("gpt2", attn_pdrop=0.1)
+    model.stage = FirstOfTwo()
+    build_learner(spec, "policy", model, alone(), decide)
+    assert [str(d) for d in decide.entries if d.feature == "algorithm.dropout"] == [
+        "algorithm.dropout: up to 0.1 (each of 2 ranks has its own random stream, so results depend on the number of "
+        "ranks)"
+    ]
 
 
 @pytest.mark.parametrize(
