@@ -227,7 +227,7 @@ def export(args: Namespace) -> int:
             quantize=args.quantize,
         )
         target, what = done.folder, f"{describe_source(source)}, step {done.step}"
-        checked = f"check    {done.check}" if done.check else "check    none (--check compares the folder with the run)"
+        checked = f"check    {done.check or 'none (--check compares the folder of a language model with the run)'}"
         print_text(checked, file=sys.stderr)
     else:
         from runner.launch import infer_export

@@ -83,6 +83,8 @@ def export(
     """
     if quantize == "w4a16" and spec.device.kind is NPU:
         raise EnvironmentProblem("--quantize w4a16: vllm-ascend has it for expert layers only\n  type --quantize w8a8")
+    if (check or other) and "scalar" in spec.algorithm.trained_models().values():
+        raise EnvironmentProblem("--check and --with compare answers, and a reward model has none; leave them out")
     from runner.interfaces import as_generative
     from runner.launch.export_check import LARGEST_CHECKED, check_export, run_prompts
     from runner.launch.quantized_export import refuse_quantizing, write_quantized_export
@@ -198,16 +200,18 @@ def _write_adapters_card(
 
 
 def push(folder: Path, target: str) -> str:
-    """Upload an exported folder as a private repository; returns its address. Raises EnvironmentProblem.
+    """Upload an exported folder; returns its address. Raises EnvironmentProblem.
 
-    target: hub:OWNER/NAME or modelscope:OWNER/NAME.
+    A new repository is private. One that exists stays as it is. target: hub:OWNER/NAME or modelscope:OWNER/NAME.
     """
     where, _, name = target.partition(":")
     try:
         if where == "modelscope":
             from modelscope.hub.api import HubApi
 
-            HubApi().upload_folder(repo_id=name, folder_path=str(folder))
+            hub = HubApi()
+            hub.create_repo(repo_id=name, visibility="private", exist_ok=True)  # upload_folder's own would be public
+            hub.upload_folder(repo_id=name, folder_path=str(folder))
             return f"https://modelscope.cn/models/{name}"
         from huggingface_hub import HfApi
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, EnvironmentProblem
 from runner.data.config import FileConfig
 from runner.data.prepare import build
-from runner.launch.infer_export import export, prompt_ids
+from runner.launch.infer_export import export, prompt_ids, push
 from runner.run_dir.folder import RunFolder, hold_lock, write_json
 from tests.data.conftest import byte_tokenizer, chat
 
@@ -74,6 +76,34 @@ def test_a_run_without_a_checkpoint_is_answered_with_what_to_do(
     (saved := tmp_path / "clients" / "train-0" / "weights" / "sentence").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=f"those of its training clients are folders: {saved}"):
         export(folder, compose_job(["+recipe=sft_demo"]).spec, "last", None)
+
+
+def test_a_new_repository_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ModelScope's own default is public, and its upload makes the repository where none was made before."""
+    repositories: dict[str, str] = {}
+
+    class HubApi:
+        def create_repo(self, repo_id: str, visibility: str = "public", exist_ok: bool = False) -> None:
+            assert exist_ok or repo_id not in repositories
+            repositories.setdefault(repo_id, visibility)
+
+        def upload_folder(self, repo_id: str, folder_path: str) -> None:
+            self.create_repo(repo_id, exist_ok=True)
+            assert folder_path == str(tmp_path)
+
+    for name in ("modelscope", "modelscope.hub", "modelscope.hub.api"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["modelscope.hub.api"], "HubApi", HubApi, raising=False)
+    assert push(tmp_path, "modelscope:me/model") == "https://modelscope.cn/models/me/model"
+    repositories["me/open"] = "public"
+    push(tmp_path, "modelscope:me/open")
+    assert repositories == {"me/model": "private", "me/open": "public"}
+
+
+@pytest.mark.parametrize("asked", [{"check": True}, {"other": Path("env/bin/python")}], ids=["check", "with"])
+def test_a_check_of_a_reward_model_is_refused(asked: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="a reward model has none"):
+        export(RunFolder(tmp_path), compose_job(["+recipe=rm_demo"]).spec, "last", None, **asked)
 
 
 def test_an_out_that_is_taken_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
