@@ -194,6 +194,7 @@ class AgentEpisodes:
         }
         with self.waiting.changed:
             self.waiting.running.add(session.number)
+        session.start_clock()
         try:
             url = f"{owner.url}/{session.key}/v1"
             return run_program(owner.config, task, url, session.key, session.check, owner.output)

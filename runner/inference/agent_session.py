@@ -146,6 +146,11 @@ class AgentSession:
         self._num_waiting, self._own_s, self._since = 0, 0.0, time.monotonic()
         self._clock = Lock()  # of these three, which two threads use
 
+    def start_clock(self) -> None:
+        """The program starts; until now its episode waited for a free worker."""
+        with self._clock:
+            self._since = time.monotonic()
+
     def check(self) -> None:
         """Raise EpisodeFailure where the program has had its time, or nobody needs it any more."""
         with self._clock:

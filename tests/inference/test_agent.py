@@ -450,6 +450,18 @@ def test_a_result_that_is_printed_between_poll_and_exit_check_is_read(
     assert [one.environment.score for one in seen.completions] == [0.25]  # type: ignore[union-attr]
 
 
+def test_the_time_in_the_queue_is_not_that_of_the_program(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = AgentSession.__init__
+
+    def waited(session: AgentSession, *given: Any) -> None:
+        begin(session, *given)
+        session._since -= 3600  # until one of environment.workers was free
+
+    monkeypatch.setattr(AgentSession, "__init__", waited)
+    [group], _, _ = play(COMMAND, lambda text: "hi", timeout_s=60.0)
+    assert group.samples[0].finish == "stop"
+
+
 def test_a_program_that_was_left_out_stays_left_out(play: Play, caplog: pytest.LogCaptureFixture) -> None:
     """Where a step is repeated it is not started, although it would not fail now."""
     fails = [True]
