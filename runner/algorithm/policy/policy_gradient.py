@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
 import torch
@@ -100,12 +99,7 @@ class PolicyOptimization:
             found |= rollouts.reward_metrics(experience)
         if self.config.has_kl:
             found["policy/kl_coef"] = self.kl.coefficient
-        return found, list(
-            islice(
-                rollouts.sample_records(experience, self.config.needs_reward, self.collector.tokenizer),
-                len(experience.groups),
-            )
-        )
+        return found, list(rollouts.sample_records(experience, self.config.needs_reward, self.collector.tokenizer))
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:
         """Adapt the KL coefficient. Raises TrainingDiverged if sampler and trainer disagree too much."""

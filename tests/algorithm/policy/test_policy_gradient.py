@@ -306,8 +306,10 @@ def test_an_unscored_answer_is_as_if_it_had_not_been_drawn() -> None:
     learnt = [s for g in experience.groups if g.has_reward_variance for s in g.samples if s.reward is not None]
     assert batch.totals["tokens"] == sum(len(s.ids) for s in learnt)
     assert batch.totals["rows"] == len(learnt)
-    values, _ = job.algorithm.describe(0, experience)
+    values, records = job.algorithm.describe(0, experience)
     assert values["reward/num_failed"] > 0 and values["reward/mean"] > 0
+    # All of them, the first of each prompt first; watch.logged_rollouts cuts.
+    assert len(records) == sum(len(group.samples) for group in experience.groups) > len(experience.groups)
 
 
 LAGGED = {"lag": 1}
