@@ -128,7 +128,7 @@ class SamplingConfig(SamplerConfig):
         default=None,
         gt=0,
         description="Largest difference of sampler and trainer after a weight sync (mean |log-prob.| of fixed "
-        "tokens); null = 1e-3 for float32 weights, 0.3 for others.",
+        "tokens); null = 1e-3 for float32 products, 0.03 with TF32, 0.3 for others.",
     )
 
     @property

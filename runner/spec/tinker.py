@@ -25,7 +25,9 @@ class TinkerConfig(Config):
     )
     max_tenants: int = Field(default=8, ge=1, description="Maximum number of training clients at once.")
     max_samplers: int = Field(
-        default=8, ge=1, description="Maximum number of sampling weights on the device; others wait on the disk."
+        default=8,
+        ge=1,
+        description="Number of sampling weights on the device above which idle ones are removed; the disk has all.",
     )
     max_requests: int = Field(default=4096, ge=1, description="Maximum number of unanswered requests of a key.")
     max_request_values: int = Field(

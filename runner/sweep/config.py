@@ -37,7 +37,8 @@ class SweepConfig(Config):
     cpus: int | None = Field(
         default=None,
         ge=1,
-        description="Cores per job on Slurm; null = device.threads; on cards, the cluster's default.",
+        description="Cores per job on Slurm; null = device.threads for each of its processes; on cards, the cluster's "
+        "default.",
     )
     sbatch: Sbatch = Field(default_factory=dict)
     parallel: int | None = Field(default=None, ge=1, description="Number of concurrent jobs; null = all that fit.")
@@ -70,8 +71,8 @@ class SweepConfig(Config):
     )
     metric: str | Names | None = Field(
         default=None,
-        description="Metric that ranks the jobs, or several; null = checkpoint.best, or the first held-out metric that "
-        "all have.",
+        description="Metric that ranks the jobs, or several; null = checkpoint.best, or the first usual metric (of "
+        "held-out data, reward, loss) that all have.",
     )
     metric_mode: Better | Annotated[tuple[Better, ...], Field(strict=False)] | None = Field(
         default=None,
