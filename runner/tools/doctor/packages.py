@@ -103,8 +103,8 @@ def torch_npu_and_cann(machine: SystemInfo) -> CheckResult:
     if not fits:
         others = f"; for CANN {found.version} it has {', '.join(built)}" if built else ""
         return unknown(f"{seen}: the table of {AS_OF} does not have this torch_npu{others}")
-    if not built and any(found.version.split(".")[:2] == one.split(".")[:2] for one in fits):
-        return unknown(f"{seen}: built for CANN {' or '.join(fits)}; this patch release is not in the table of {AS_OF}")
+    if not built:
+        return unknown(f"{seen}: built for CANN {' or '.join(fits)}; the table of {AS_OF} does not have this CANN")
     return problem(
         f"{seen}: it is built for CANN {' or '.join(fits)}", _remedy_for_cann(machine, found.version, npu, fits)
     )

@@ -253,7 +253,8 @@ def _takes(machine: SystemInfo, names: Sequence[str]) -> Iterator[tuple[str, str
         if package and package.python and version not in SpecifierSet(package.python):
             yield name, package.python
         elif package and name == "torch-npu":
-            low, high = PYTHON.get(".".join(release(package.version).split(".")[:2]), ("0", "99"))
+            minor = ".".join(release(package.version).split(".")[:2])
+            low, high = PYTHON.get(package.version.partition("+")[0]) or PYTHON.get(minor, ("0", "99"))
             if not Version(low) <= Version(f"{machine.python[0]}.{machine.python[1]}") <= Version(high):
                 yield name, f"{low} to {high}"
 

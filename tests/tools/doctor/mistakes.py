@@ -53,6 +53,13 @@ MISTAKES = {
         installed(torch_npu="2.10.0.post2"),
         ("torch_npu, CANN", PROBLEM, "built for CANN 9.0.1 or 9.0.0", "torch_npu==2.10.0.post4"),
     ),
+    "a CANN that no table has": (
+        both(
+            written(f"{HOME}/aarch64-linux/ascend_toolkit_install.info", "version=9.2.0\n"),
+            written(f"{HOME}/aarch64-linux/ascend_ops_install.info", "version=9.2.0\n"),
+        ),
+        ("torch_npu, CANN", UNKNOWN, "does not have this CANN", ""),
+    ),
     "torch_npu that no table has": (
         installed(torch="2.13.0", torch_npu="2.13.0"),
         ("torch_npu, CANN", UNKNOWN, "does not have this torch_npu", ""),
@@ -148,6 +155,10 @@ MISTAKES = {
     "a Python that torch_npu has no wheel for": (
         lambda machine: dataclasses.replace(installed(torch="2.10.0")(machine), python=(3, 14, 0)),
         ("Python", PROBLEM, "torch-npu 2.10.0.post4 needs 3.10 to 3.13", "python3.11"),
+    ),
+    "a Python that a later wheel of the same release has": (
+        lambda machine: dataclasses.replace(installed(torch="2.7.1", torch_npu="2.7.1")(machine), python=(3, 12, 0)),
+        ("Python", PROBLEM, "torch-npu 2.7.1 needs 3.9 to 3.11", "python3.11"),
     ),
     "two allocator variables": (
         variables(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True", PYTORCH_ALLOC_CONF="expandable_segments:True"),
