@@ -7,6 +7,7 @@ engine=vllm    this process: supervision                 ─────▶ chil
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -96,11 +97,13 @@ def _choose_engine(source: ModelSource, device: str | None, settings: ServeSetti
 def read_api_keys(path: Path, option: str) -> list[str]:
     """The keys in a file, one per line, that no other user can read; option: names the file.
 
-    Raises EnvironmentProblem.
+    The group may read a file of another user, as it does a secret of Kubernetes with fsGroup. Raises
+    EnvironmentProblem.
     """
     try:
         keys = read_whole_text(path, option).split()
-        others = path.stat().st_mode & 0o077
+        found = path.stat()
+        others = found.st_mode & (0o077 if found.st_uid == os.getuid() else 0o037)
     except (OSError, DataError) as error:
         raise EnvironmentProblem(f"{option} {path}: cannot be read: {error}") from error
     if not keys or not all(key.isascii() and key.isprintable() for key in keys):

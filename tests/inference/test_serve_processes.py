@@ -219,13 +219,24 @@ def test_a_wrong_command_is_refused_before_anything_is_loaded(
     assert message in capsys.readouterr().err
 
 
-def test_a_key_file_has_one_key(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_file_has_one_key(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from runner.cli.main import main
 
     key = tmp_path / "key"
     key.write_bytes(b"\xef\xbb\xbfsecret\n")
     key.chmod(0o600)
     assert read_api_keys(key, "--api-key-file") == ["secret"], "a byte-order mark is no part of it"
+    key.chmod(0o640)
+    with pytest.raises(EnvironmentProblem, match="other users can read it"):
+        read_api_keys(key, "--api-key-file")
+    monkeypatch.setattr("os.getuid", lambda: key.stat().st_uid + 1)  # a secret of Kubernetes with fsGroup is root's
+    assert read_api_keys(key, "--api-key-file") == ["secret"]
+    key.chmod(0o644)
+    with pytest.raises(EnvironmentProblem, match="other users can read it"):
+        read_api_keys(key, "--api-key-file")
+    key.chmod(0o640)
     key.write_text("two words")
     assert main(["serve", str(folder), "device=cpu", "--api-key-file", str(key)]) == 2
     assert "expected one key" in capsys.readouterr().err
