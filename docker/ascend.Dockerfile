@@ -25,11 +25,15 @@ RUN torch="$(grep '^torch==' /src/constraints.txt)" \
 
 # The device files of the host belong to the group HwHiAiUser: ls -ln /dev/davinci0 prints its number.
 ARG DEVICE_GROUP=1000
-RUN groupadd --non-unique --gid "${DEVICE_GROUP}" npu && useradd --create-home --home-dir /opt/run --uid 1001 --groups npu run
+RUN groupadd --non-unique --gid "${DEVICE_GROUP}" npu && useradd --create-home --home-dir /opt/run --uid 1001 --groups npu run \
+    && install --directory --owner=run /opt/run/outputs /opt/run/.cache
+# CANN below 9 is in another folder.
+RUN [ -e /usr/local/Ascend/cann ] || ln -s ascend-toolkit /usr/local/Ascend/cann
 USER 1001
 WORKDIR /opt/run
 VOLUME /opt/run/outputs
-ENV SET_ENV=/usr/local/Ascend/cann/set_env.sh
+ENV SET_ENV=/usr/local/Ascend/cann/set_env.sh \
+    TORCHINDUCTOR_CACHE_DIR=/opt/run/.cache/torchinductor TRITON_CACHE_DIR=/opt/run/.cache/triton ASCEND_CACHE_PATH=/opt/run/.cache/ascend
 HEALTHCHECK --interval=5m --timeout=60s CMD ["/bin/bash", "-c", "source $SET_ENV && run doctor device=npu --no-trial"]
 ENTRYPOINT ["/bin/bash", "-c", "source $SET_ENV && exec run \"$@\"", "run"]
 CMD ["doctor", "device=npu"]

@@ -17,7 +17,9 @@ COPY runner /src/runner
 COPY conf /src/conf
 COPY recipes /src/recipes
 RUN pip install --no-cache-dir "/src[${EXTRAS}]" \
-    && useradd --create-home --home-dir /opt/run --uid 1000 run
+    && useradd --create-home --home-dir /opt/run --uid 1000 run \
+    && install --directory --owner=run /opt/run/outputs /opt/run/.cache
+ENV TORCHINDUCTOR_CACHE_DIR=/opt/run/.cache/torchinductor TRITON_CACHE_DIR=/opt/run/.cache/triton
 USER 1000
 WORKDIR /opt/run
 VOLUME /opt/run/outputs
