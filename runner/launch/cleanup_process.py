@@ -12,13 +12,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
-from runner.core.fsync_io import remove_temporary_folder
+from runner.core.fsync_io import remove_temporary_folder, temporary_folder
 from runner.core.subprocess import ChildProcess, JsonLines, kill_session
+from runner.weight_sync.store_dir import store_dirs
+
+if TYPE_CHECKING:  # the cleanup process has no site-packages
+    from runner.core.rank_info import RankInfo
+    from runner.run_dir.folder import RunFolder
+    from runner.spec.job import JobSpec
 
 # Isolated: no site-packages, no PYTHON* variables; the module is found by its path
 PROGRAM = "import sys; sys.path += sys.argv[1:]; from runner.launch.cleanup_process import main; main(sys.stdin.buffer)"
@@ -55,6 +63,24 @@ class CleanupProcess:
         """Clean up now: kill the watched sessions and remove the folders."""
         self._stdin.close()
         self._process.wait()
+
+
+def scratch_folders(folder: RunFolder, place: RankInfo | None) -> tuple[Path, ...]:
+    """Folders that remain if a process of the job is killed. place: of a rank, None of a sampler."""
+    # the first rank of a machine stores the weights for samplers
+    weights = store_dirs(folder.root) if place is not None and place.local_rank == 0 else ()
+    return (folder.engine, temporary_folder(folder.engine), *weights)
+
+
+@contextmanager
+def remove_scratch_at_end(spec: JobSpec, folder: RunFolder, place: RankInfo) -> Iterator[None]:
+    """Remove the engine's files of a rank without a launcher at the end, also if it is killed."""
+    if not spec.sampler.engine:
+        yield
+        return
+    with closing(CleanupProcess()) as cleanup:
+        cleanup.remove(*scratch_folders(folder, place))
+        yield
 
 
 def main(lines: Iterable[bytes]) -> None:

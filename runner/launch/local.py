@@ -287,22 +287,12 @@ def _run(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]
         with gather_nodes(spec, folder, number, typed) as machines:
             _run_supervised(spec, folder, number, machines)
     elif spec.launch.alone and spec.launch.attempts == 1:
-        _run_in_process(spec, folder, number)
+        from runner.launch.cleanup_process import remove_scratch_at_end
+
+        with remove_scratch_at_end(spec, folder, RankInfo()):
+            Session(spec, folder, number).run()
     else:
         _run_supervised(spec, folder, number)
-
-
-def _run_in_process(spec: JobSpec, folder: RunFolder, number: int) -> None:
-    """Run it in this process; a cleanup process removes an engine's files if this process is killed."""
-    if not spec.sampler.engine:
-        Session(spec, folder, number).run()
-        return
-    from runner.core.fsync_io import temporary_folder
-    from runner.launch.cleanup_process import CleanupProcess
-
-    with closing(CleanupProcess()) as cleanup:
-        cleanup.remove(folder.engine, temporary_folder(folder.engine))
-        Session(spec, folder, number).run()
 
 
 def _run_supervised(spec: JobSpec, folder: RunFolder, number: int, machines: PeerNodes | None = None) -> None:

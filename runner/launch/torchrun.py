@@ -87,6 +87,7 @@ def torchrun_command(devices: int, machines: int) -> str:
 
 def run_rank0(spec: JobSpec, folder: RunFolder, attempt: int) -> None:
     """Run rank 0. Raises RunnerError."""
+    from runner.launch.cleanup_process import remove_scratch_at_end
     from runner.launch.session import Session
 
     folder.ranks.mkdir(exist_ok=True)
@@ -95,8 +96,10 @@ def run_rank0(spec: JobSpec, folder: RunFolder, attempt: int) -> None:
     def publish() -> None:
         stores.append(_publish_job({"folder": str(folder.root), "attempt": attempt, "argv": sys.argv[1:]}))
 
+    place = RankInfo.from_environment(os.environ)
     try:
-        Session(spec, folder, attempt, RankInfo.from_environment(os.environ), open_store=publish).run()
+        with remove_scratch_at_end(spec, folder, place):
+            Session(spec, folder, attempt, place, open_store=publish).run()
     except RunnerError as error:
         for store in stores:
             _is_first(store, str(error))
@@ -105,6 +108,7 @@ def run_rank0(spec: JobSpec, folder: RunFolder, attempt: int) -> None:
 
 def _run_other_rank(place: RankInfo) -> int:
     """Run another rank; returns its exit code. Only one rank prints an error that several ranks have."""
+    from runner.launch.cleanup_process import remove_scratch_at_end
     from runner.launch.rank_main import load_spec
     from runner.launch.session import Session
 
@@ -116,9 +120,10 @@ def _run_other_rank(place: RankInfo) -> int:
     folder = RunFolder(Path(job["folder"])).for_rank(place.rank)
     if not folder.spec.is_file():
         raise EnvironmentProblem(f"{place}: cannot see rank 0's folder {folder.root} here; use shared storage")
-    stores: list[Any] = []
+    spec, stores = load_spec(folder), list[Any]()
     try:
-        Session(load_spec(folder), folder, job["attempt"], place, open_store=lambda: stores.append(_store())).run()
+        with remove_scratch_at_end(spec, folder, place):
+            Session(spec, folder, job["attempt"], place, open_store=lambda: stores.append(_store())).run()
     except RunnerError as error:
         time.sleep(LOOK.total_seconds())
         if all(_is_first(store, str(error)) for store in stores):

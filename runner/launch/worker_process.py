@@ -28,14 +28,12 @@ from typing import Any, Literal, Protocol
 import psutil
 
 from runner.core.errors import EnvironmentProblem, StorageError
-from runner.core.fsync_io import temporary_folder
 from runner.core.rank_info import Host, RankInfo
 from runner.core.subprocess import ChildProcess
-from runner.launch.cleanup_process import CleanupProcess
+from runner.launch.cleanup_process import CleanupProcess, scratch_folders
 from runner.launch.exit_cause import ProcessExit
 from runner.launch.heartbeat import HeartbeatReader
 from runner.run_dir.folder import RunFolder, display_path
-from runner.weight_sync.store_dir import store_dirs
 
 Role = Literal["rank", "sampler"]
 # The program of each role: arguments of the interpreter
@@ -87,9 +85,7 @@ class WorkerSpec:
     @property
     def scratch(self) -> tuple[Path, ...]:
         """Folders that remain if it is killed."""
-        first = self.place is not None and self.place.local_rank == 0  # this rank stores the weights for samplers
-        engine = self.folder.engine
-        return (engine, temporary_folder(engine), *(store_dirs(self.folder.root) if first else ()))
+        return scratch_folders(self.folder, self.place)
 
     def command_line(self, pipe: int, listener: int | None) -> list[str]:
         """The arguments of the interpreter.

@@ -9,7 +9,32 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from runner.core.rank_info import RankInfo
+from runner.weight_sync.store_dir import store_dirs
 from tests.launch.several import ROOT, alive, gone
+
+RANK = """
+import os, sys
+from pathlib import Path
+from runner.cli.job_builder import compose_job
+from runner.core.fsync_io import temporary_folder
+from runner.launch import local, session
+from runner.run_dir.folder import RunFolder
+from runner.weight_sync.store_dir import store_dirs
+
+def die(own):
+    for path in (own.folder.engine, temporary_folder(own.folder.engine), *store_dirs(own.folder.root)):
+        path.mkdir(parents=True)
+        print(path)
+    sys.stdout.flush()
+    os.kill(os.getpid(), 9)
+
+session.Session.run = die
+spec = compose_job(["+recipe=grpo_demo", "sampler=vllm"]).spec
+local._run(spec, RunFolder(Path(sys.argv[1])), 1, {})
+"""
 
 LAUNCHER = """
 import os, subprocess, sys
@@ -54,3 +79,18 @@ def test_a_launcher_that_ends_waits_for_it(tmp_path: Path) -> None:
     code, [watched, forgotten] = launched(tmp_path / "weights", "close")
     os.kill(forgotten, signal.SIGKILL)
     assert code == 0 and not (tmp_path / "weights").exists() and gone([watched])
+
+
+@pytest.mark.parametrize("variables", [{}, RankInfo(0, 2, 0, 2).to_environment()], ids=["one process", "torchrun"])
+def test_a_killed_rank_without_a_launcher_leaves_no_files_of_its_engine(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", RANK, str(tmp_path)]
+    environment = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": "1", **variables}
+    killed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment, timeout=200)
+    places = [Path(line) for line in killed.stdout.splitlines()]
+    assert killed.returncode == -signal.SIGKILL and len(places) == 4 and store_dirs(tmp_path)[0] in places
+    end = time.monotonic() + 60
+    while any(place.exists() for place in places) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not [place for place in places if place.exists()]
