@@ -49,7 +49,7 @@ class Episode:
     text: of the policy's last turn; messages: every turn so far; mask: 1 on the policy's own tokens; logprobs: at the
     sampling temperature, before truncation, NaN where the sampler cannot report them; truncation: Σ (log q − log p)
     over the policy's tokens, q the truncated distribution and p the whole one; version, versions: see `Rollout`, of all
-    turns, version the oldest; result: what the environment knows at the end; counts: see `EnvironmentReply`;
+    turns, version the oldest; result: what the environment knows at the end; counts: see `EnvironmentReply`, and turns;
     experts: see `Rollout`, of the prompt and the whole episode; extra_rows: further rows of the same episode
     (`runner.algorithm.program_episodes`)
     """
@@ -221,6 +221,7 @@ class EpisodesInPlay:
         self._runner.append_turn(episode, rollout)
         self._sampled.remove(number)
         self._turns[number] += 1
+        episode.counts["turns"] += 1
         if episode.finish == "length":
             self._end(number, "length")
         else:

@@ -219,12 +219,12 @@ class FunctionEpisodes:
             message = self.owner.request(episode, messages=[dict(m) for m in episode.messages])["message"]
             said = () if message is None else (message,)
             episode.messages += said
-            return EnvironmentReply(said, turn, counts={"turns": 1})
+            return EnvironmentReply(said, turn)
         chat, is_thinking = self.owner.chat, episode.prompt.text.rstrip().endswith("<think>")
         answer = ChatAnswer(chat.tool_format, is_thinking, self.owner.processes.tools)
         parts = [*answer.push(text), *answer.close()]
         turn = _message(parts, answer.calls, episode.turns)
-        counts = {"turns": 1, "calls": len(answer.calls), "malformed_calls": len(answer.errors), "tool_errors": 0}
+        counts = {"calls": len(answer.calls), "malformed_calls": len(answer.errors), "tool_errors": 0}
         messages = [
             _parse_error_result(error, chat.tool_format, f"bad{episode.turns:03}{at:03}")
             for at, error in enumerate(answer.errors)

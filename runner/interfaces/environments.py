@@ -49,7 +49,8 @@ class EnvironmentReply:
     """What comes of a turn of the policy.
 
     messages: context for the next turn; none = the episode is over; turn: the policy's own as a message, where its
-    calls were parsed; failure: why the episode is left out; counts: for metrics environment/NAME
+    calls were parsed; failure: why the episode is left out; counts: for metrics environment/NAME; turns are
+    counted beside them
     """
 
     messages: tuple[Message, ...] = ()
