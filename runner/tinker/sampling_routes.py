@@ -132,4 +132,5 @@ def read_sampling_params(given: Json, limits: ModelLimits, prompt: int, logprobs
         ignore_eos=stop is not None and not several,
         seed=secrets.randbits(63) if seed is None else int(seed) & ((1 << 63) - 1),
         logprobs=logprobs,
+        logprobs_mode="processed",  # as those of the sampled tokens, which importance ratios need
     )

@@ -17,7 +17,7 @@ from runner.inference.engine import SamplingParams
 from runner.interfaces.learning import OptimSettings
 from runner.tinker.checkpoints import CheckpointPath, ClientRecord, NotFoundError
 from runner.tinker.messages import Datum
-from runner.tinker.sampling_routes import sampler_key
+from runner.tinker.sampling_routes import read_sampling_params, sampler_key
 from runner.tinker.server import BuiltServer
 from runner.tinker.service import SampleRequest, TrainingService
 from tests.tinker.servers import LORA, built_server, supervised
@@ -225,6 +225,15 @@ def test_a_sampler_samples_from_the_weights_that_were_saved(service: TrainingSer
     np.testing.assert_allclose(found["r"].prompt_logprobs[1:], logprobs[:2], atol=1e-5)
     assert [len(cell) for cell in found["r"].prompt_top] == [0, 2, 2]
     assert sample(service, None) != found
+
+
+@pytest.mark.parametrize("given", [{"temperature": 0.5, "top_p": 0.8}, {"top_k": 3}, {"temperature": 0}], ids=str)
+def test_a_sampled_token_has_one_log_probability(service: TrainingService, given: dict[str, float]) -> None:
+    params = read_sampling_params({"max_tokens": 6, "seed": 5, **given}, service._engine.limits, 3, 512)
+    service.submit(SampleRequest("r", (5, 6, 7), params, 2), None, None)
+    [answers] = [found.sequences for _ in range(20) for found in service.advance(4).values()]
+    for event in (event for answer in answers for event in answer):
+        assert dict(event.top_logprobs)[event.token_id] == pytest.approx(event.logprob, abs=1e-5)
 
 
 def test_samplers_that_follow_a_client_get_its_newest_weights(service: TrainingService) -> None:
