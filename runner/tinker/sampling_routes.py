@@ -18,7 +18,7 @@ from runner.tinker.messages import read_model_input
 from runner.tinker.requests import Json, Operation
 from runner.tinker.routes import json_routes
 from runner.tinker.service import SampleRequest
-from runner.tinker.state import SamplerHandle, ServerState
+from runner.tinker.state import SamplerHandle, ServerState, inflight_key
 from runner.tinker.training_routes import in_order
 
 MAX_SAMPLES = 4096  # of one prompt
@@ -82,20 +82,15 @@ def sample(state: ServerState, body: Json, owner: str) -> Json:
 
 def prepare_sample(state: ServerState, body: Json, request_id: str, sampler: SamplerHandle) -> Operation:
     """The operation that answers a sampling request."""
-    request, source, key = read_sample_request(request_id, body, state.base.limits), sampler.source, None
-    if source is not None:
-        key = inflight_key(sampler.follows) if sampler.follows else sampler_key(source, state.store.record(source))
-    return Operation("submit", (request, source, key))
+    request, source = read_sample_request(request_id, body, state.base.limits), sampler.source
+    if source is not None and not sampler.follows:
+        sampler.key = sampler_key(source, state.store.record(source))
+    return Operation("submit", (request, source, sampler.key))
 
 
 def sampler_key(source: CheckpointPath, record: CheckpointRecord) -> str:
     """What the engine calls a checkpoint's weights; its path alone may have had others before."""
     return f"{source}#{record.digest}"
-
-
-def inflight_key(model_id: str) -> str:
-    """What the engine calls the weights that the samplers of a training client share."""
-    return f"{model_id}/inflight"
 
 
 def read_sample_request(request_id: str, body: Json, limits: ModelLimits) -> SampleRequest:

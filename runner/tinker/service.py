@@ -310,6 +310,12 @@ class TrainingService:
             self._remove_sampler(key)
             raise DataError(f"{source}: the sampler's weights are {found}, not {record.digest}; save them again")
 
+    def remove_samplers(self, keys: Sequence[str]) -> None:
+        """Free the memory of samplers; one with unanswered requests stays until its room is needed."""
+        for key in keys:
+            if key in self._samplers and key not in self._running.values():
+                self._remove_sampler(key)
+
     def advance(self, tokens: int) -> dict[str, SampleResult | str]:
         """Score waiting prompts and make up to `tokens` steps of this rank's engine.
 

@@ -48,13 +48,15 @@ class ClientSession:
 class SamplerHandle:
     """A sampling session.
 
-    source: None = the base; follows: the training client whose newest weights it has
+    source: None = the base; follows: the training client whose newest weights it has; key: what the engine calls its
+    weights, None before they were requested
     """
 
     id: str
     owner: str
     source: CheckpointPath | None
     follows: str | None = None
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,9 @@ class ServerState:
             if (client := self.clients.pop(model_id, None)) is not None:
                 client.fail_waiting(GoneError(f"the training client {model_id} has ended"))
                 self.queue.put(Operation("remove", (model_id,), partial(self._close_records, model_id)))
-        for sampler in session.samplers:
-            self.samplers.pop(sampler, None)
+        ended = {self.samplers.pop(id).key for id in session.samplers}
+        if keys := sorted(filter(None, ended - {other.key for other in self.samplers.values()})):
+            self.queue.put(Operation("remove_samplers", (keys,), {}))
         del self.sessions[session.id]
         self.futures.drop(f"{session.id}:")
 
@@ -194,7 +197,8 @@ class ServerState:
         """The id of a new sampling session; nothing is loaded before its first request."""
         id = f"{session.id}:sample:{number}"
         if id not in self.samplers:  # the request may come twice
-            self.samplers[id] = SamplerHandle(id, session.owner, source, follows)
+            key = inflight_key(follows) if follows else None
+            self.samplers[id] = SamplerHandle(id, session.owner, source, follows, key)
             session.samplers.append(id)
         return id
 
@@ -224,6 +228,11 @@ class ServerState:
             self.futures.add(request_id, owner, operation.future)
             (put or self.queue.put)(operation)
         return {"request_id": request_id, "model_id": request_id.rpartition(":")[0]}
+
+
+def inflight_key(model_id: str) -> str:
+    """What the engine calls the weights that the samplers of a training client share."""
+    return f"{model_id}/inflight"
 
 
 def client_id(session: ClientSession, body: Json) -> str:

@@ -89,6 +89,27 @@ def test_a_client_trains_saves_and_samples(server: Server, client: Client) -> No
     assert len(steps) == 4 and steps[0]["grad_norm:mean"] > 0
 
 
+def test_a_session_that_ends_frees_its_samplers_but_not_those_that_another_has(server: Server, client: Client) -> None:
+    session, other = client.session(), client.session()
+    model_id = client.train(session)
+    paths = []
+    for seq, name in enumerate(("own", "shared"), 1):
+        body = {"model_id": model_id, "seq_id": seq, "path": name}
+        paths.append(client.result(client.post("save_weights_for_sampler", body))["path"])
+    body = {"model_id": model_id, "seq_id": 3, "sampling_session_seq_id": 9, "kind": "inflight"}
+    sampler = client.result(client.post("save_weights_for_sampler", body))["sampling_session_id"]
+    assert len(sample(client, sampler, 0)["sequences"]) == 1
+    for number, (owner, path) in enumerate([(session, paths[0]), (session, paths[1]), (other, paths[1])]):
+        body = {"session_id": owner, "sampling_session_seq_id": number, "model_path": path}
+        sampler = client.post("create_sampling_session", body)["sampling_session_id"]
+        assert len(sample(client, sampler, 0)["sequences"]) == 1
+    loaded = server[2].service._samplers
+    assert {f"{model_id}/inflight", *paths} <= {key.partition("#")[0] for key in loaded}
+    client.post(f"sessions/{session}/finish", {})
+    assert len(sample(client, sampler, 1)["sequences"]) == 1
+    assert [key.partition("#")[0] for key in loaded if model_id in key] == [paths[1]]
+
+
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("2 GiB"), TrainingDiverged("not finite")], ids=["memory", "nan"]
 )
