@@ -16,13 +16,13 @@ from typing import Any
 
 import yaml
 
-from runner.core.package import read_table
+from runner.core.package import conf_dir, read_table
 from runner.core.untrusted_text import NotArithmetic, evaluate
 from runner.spec.suggest import NO_JOB, Job, Options
 
 PATH = Path(__file__).with_name("migrate.yaml")
 BRACES = re.compile(r"\{([^{}]*)\}")
-NAME = re.compile(r"[A-Za-z_][\w.]*(?:\|[\w.]+)?")
+NAME = re.compile(r"[A-Za-z_][\w.]*(?:\|[\w.]+)*")
 WORD = re.compile(r"[a-z_]+(?:[.@][a-z_]+)*=\S+")
 PLAIN = re.compile(r"[\w./:@%+,\[\]-]+")
 OURS = "ours"  # the page of options of older versions
@@ -32,6 +32,7 @@ IT = "it"  # the value itself, in an expression
 TEXT = "text:"  # an expression that is a name, not arithmetic
 WHOLE = "int:"  # an expression that is rounded up
 UNKNOWN = "…"
+ROUNDS = 4  # algorithm, its options, a formula of them, a formula of that
 MOST_OWNERS = 3  # that are named of those that have an option
 Rule = str | Mapping[str, Any]
 
@@ -128,20 +129,28 @@ class MigrationTable:
         return found
 
     def with_typed(self, job: Job) -> Job:
-        """The job as it would be with the words that its typed keys become without arithmetic."""
-        made = dict[str, str]()
-        for key, value in job.typed.items():
-            entry = self.find(key)
-            picked = _matching_rules(entry.rule, value, job) if entry else []
-            for word in _split(_parts(picked[0][1])[0]) if len(picked) == 1 else ():
-                if not BRACES.search(word.replace("{}", "")):
-                    name, _, text = word.partition("=")
-                    made.setdefault(name, text.replace("{}", format_value(value)))
-        algorithm = made.get("algorithm", job.chosen.get("algorithm", ""))
-        data = {**job.data, **made}
-        if "steps" not in made or data.get("epochs") is not None:  # not the number of steps that the user's job has
-            data.pop("steps", None)
-        return Job({**job.chosen, "algorithm": algorithm}, data, job.typed)
+        """The job as it would be with the words that its typed keys become.
+
+        What one key becomes may depend on another's: all are looked up again until that is settled. A word that cannot
+        be computed makes its option unknown.
+        """
+        context = job
+        for _ in range(ROUNDS):
+            made = dict[str, str | None]()
+            for key, value in job.typed.items():
+                entry = self.find(key)
+                picked = _matching_rules(entry.rule, value, context) if entry else []
+                for word in _split(_parts(picked[0][1])[0]) if len(picked) == 1 else ():
+                    formulas: list[str] = []
+                    name, _, text = self._fill_word(word, value, context, formulas).strip("'").partition("=")
+                    made[name] = None if formulas else text
+            algorithm = made.get("algorithm") or job.chosen.get("algorithm", "")
+            preset = _options_of_preset("algorithm", algorithm)
+            data = {**{f"algorithm.{name}": value for name, value in preset.items()}, **job.data, **made}
+            if "steps" not in made or data.get("epochs") is not None:  # not the number of steps that the user's job has
+                data.pop("steps", None)
+            context = Job({**job.chosen, "algorithm": preset.get("name", algorithm)}, data, job.typed)
+        return context
 
     def _fill_word(self, word: str, value: Any, job: Job, formulas: list[str]) -> str:
         """A word of a rule with its values; of those that cannot be computed the formula goes to `formulas`."""
@@ -253,6 +262,15 @@ def quote_word(word: str) -> str:
         items = (item if PLAIN.fullmatch(item) else f'"{item}"' for item in value[1:-1].split(","))
         return f"'{key}=[{','.join(items)}]'"
     return word if plain or not equals else f"'{key}=\"{value}\"'"
+
+
+@cache
+def _options_of_preset(group: str, name: str) -> Mapping[str, Any]:
+    """The shipped options of a choice, with those of the component that it is a preset of; {} if unknown."""
+    file = conf_dir() / group / f"{name}.yaml"
+    options = yaml.safe_load(file.read_text(encoding="utf-8")) if name and file.is_file() else {}
+    bases = [base for base in options.pop("defaults", ()) if base != "_self_"]
+    return {**(_options_of_preset(group, bases[0]) if bases else {}), **options}
 
 
 def _entry(spelled: str, rule: Rule) -> Entry:

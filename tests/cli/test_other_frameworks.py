@@ -107,6 +107,50 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             "trl rloo --beta 0.05",
             ["--beta: type algorithm.kl_estimator=k1 algorithm.kl_in=reward algorithm.kl_coef=0.05\n"],
         ),
+        # the same loss
+        (
+            "swift rlhf --rlhf_type simpo --cpo_alpha 0 --beta 2",
+            ["algorithm=simpo algorithm.sft_coef=0 ", "type algorithm.sft_coef=0 ", "--beta: type algorithm.beta=2\n"],
+        ),
+        (
+            "swift rlhf --cpo_alpha 0.5 --rlhf_type simpo",
+            ["algorithm=simpo algorithm.sft_coef=0.5 ", "sft_coef=0.5 (a"],
+        ),
+        ("swift rlhf --rlhf_type simpo", ["type algorithm=simpo algorithm.sft_coef=1 (there cpo_alpha"]),
+        ("axolotl train --rl simpo", ["type algorithm=simpo algorithm.sft_coef=1 (there cpo_alpha"]),
+        ("algorithm=simpo --cpo_alpha 0.5", ["--cpo_alpha: type algorithm.sft_coef=0.5 "]),
+        (
+            "swift rlhf --rlhf_type cpo --cpo_alpha 0.5 --beta 0.2",
+            [
+                "type algorithm=cpo algorithm.loss=cpo_averaged\n",
+                "type algorithm.loss=cpo_averaged algorithm.alpha=0.5\n",
+                "--beta: type algorithm.beta=0.2\n",
+            ],
+        ),
+        ("swift rlhf --rlhf_type orpo --beta 0.1", ["--beta: type algorithm.loss=orpo algorithm.lam=0.1\n"]),
+        (
+            "algorithm=orpo rlhf_type=orpo beta=0.1",
+            ["beta: not an option of a job; type algorithm.loss=orpo algorithm.l"],
+        ),
+        (
+            "llamafactory-cli train --stage dpo --pref_loss orpo --pref_beta 0.1",
+            ["algorithm.loss=orpo algorithm.lam=0.1"],
+        ),
+        ("algorithm.adv_estimator=reinforce_plus_plus kl_loss_coef=0.1", ["job; leave it out: unused unless"]),
+        (
+            "trl dpo --loss_type robust --label_smoothing 0.1",
+            ["--loss_type: type algorithm.loss=robust\n", "type algorithm.loss=robust algorithm.label_smoothing=0.1\n"],
+        ),
+        (
+            "trl dpo --label_smoothing 0.1 --loss_type sigmoid",
+            ["--loss_type: type algorithm.loss=conservative\n", "loss=conservative algorithm.label_smoothing=0.1\n"],
+        ),
+        ("trl dpo --label_smoothing 0.1", ["type algorithm.loss=conservative algorithm.label_smoothing=0.1\n"]),
+        (
+            "trl dpo --label_smoothing 0.1 --loss_type hinge",
+            ["--label_smoothing: only algorithm.loss=conservative and"],
+        ),
+        ("trl dpo --label_smoothing 0 --loss_type sigmoid", ["--label_smoothing: leave it out\n", "loss=sigmoid\n"]),
         ("trl rloo --beta 0.0", ["--beta: type algorithm.kl_estimator=none\n"]),
         ("swift rlhf --rlhf_type grpo --kl_in_reward true --beta 0.04", ["kl_in=reward algorithm.kl_coef=0.04\n"]),
         (
