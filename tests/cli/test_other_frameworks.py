@@ -151,6 +151,33 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             ["--label_smoothing: only algorithm.loss=conservative and"],
         ),
         ("trl dpo --label_smoothing 0 --loss_type sigmoid", ["--label_smoothing: leave it out\n", "loss=sigmoid\n"]),
+        # the same number of steps and rows
+        (
+            "trl grpo --max_steps 500 --num_iterations 2 --steps_per_generation 4 --warmup_ratio 0.1 --save_steps 100 "
+            "--eval_steps 50 --warmup_steps 20",
+            [
+                "--max_steps: type steps=63 (there an optimizer update is a step",
+                "--warmup_ratio: type schedule.warmup_steps=7 (",
+                "--save_steps: type checkpoint.every=13 (",
+                "--eval_steps: type evaluation.every=7 (",
+                "--warmup_steps: type schedule.warmup_steps=3 (",
+            ],
+        ),
+        (
+            "trl grpo --max_steps 500 --generation_batch_size 256 --per_device_train_batch_size 8 --num_gpus 8",
+            ["--max_steps: type steps=125 (", "type algorithm.batch_size=32 algorithm.mini_batches=4 ("],
+        ),
+        (
+            "trl grpo --max_steps 500 --generation_batch_size 256",
+            ["--max_steps: type steps=N, N = 500 / (algorithm.mini_batches × algorithm.epochs) (there"],
+        ),
+        ("trl grpo --max_steps 500 --save_steps 100", ["type steps=500\n", "type checkpoint.every=100\n"]),
+        ("trl grpo --max_steps -1 --num_iterations 2", ["--max_steps: leave it out\n"]),
+        (
+            "sft --nproc_per_node 8 --nnodes 2 --per_device_train_batch_size 4",
+            ["--nproc_per_node: type launch.devices=16 (", "type algorithm.batch_size=64 (rows"],
+        ),
+        ("sft --num_processes 8 --num_machines 2", ["--num_processes: type launch.devices=8\n"]),
         ("trl rloo --beta 0.0", ["--beta: type algorithm.kl_estimator=none\n"]),
         ("swift rlhf --rlhf_type grpo --kl_in_reward true --beta 0.04", ["kl_in=reward algorithm.kl_coef=0.04\n"]),
         (
