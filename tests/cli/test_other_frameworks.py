@@ -151,6 +151,11 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             ["--label_smoothing: only algorithm.loss=conservative and"],
         ),
         ("trl dpo --label_smoothing 0 --loss_type sigmoid", ["--label_smoothing: leave it out\n", "loss=sigmoid\n"]),
+        (
+            "llamafactory-cli train --stage ppo --ppo_target 6.0",
+            ["type algorithm.kl_estimator=k1 algorithm.kl_target=N, N = 6.0 / tokens_per_completion (there"],
+        ),
+        ("ppo --kl_target 0.1", ["--kl_target: type algorithm.kl_estimator=k1 algorithm.kl_target=0.1\n"]),
         # the same number of steps and rows
         (
             "trl grpo --max_steps 500 --num_iterations 2 --steps_per_generation 4 --warmup_ratio 0.1 --save_steps 100 "
@@ -173,6 +178,7 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         ),
         ("trl grpo --max_steps 500 --save_steps 100", ["type steps=500\n", "type checkpoint.every=100\n"]),
         ("trl grpo --max_steps -1 --num_iterations 2", ["--max_steps: leave it out\n"]),
+        ("ppo --num_episodes 2", ["--num_episodes: type epochs=2 (passes"]),
         (
             "sft --nproc_per_node 8 --nnodes 2 --per_device_train_batch_size 4",
             ["--nproc_per_node: type launch.devices=16 (", "type algorithm.batch_size=64 (rows"],
