@@ -184,6 +184,18 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             ["--nproc_per_node: type launch.devices=16 (", "type algorithm.batch_size=64 (rows"],
         ),
         ("sft --num_processes 8 --num_machines 2", ["--num_processes: type launch.devices=8\n"]),
+        # the same tokens
+        (
+            "trl sft --assistant_only_loss false",
+            ["type chat.train_on=all (for rows with messages or text; with prompt "],
+        ),
+        (
+            "trl sft --assistant_only_loss false --completion_only_loss true",
+            [
+                "--assistant_only_loss: leave it out: the answer to completion_only_loss has it\n",
+                "type chat.train_on=assi",
+            ],
+        ),
         ("trl rloo --beta 0.0", ["--beta: type algorithm.kl_estimator=none\n"]),
         ("swift rlhf --rlhf_type grpo --kl_in_reward true --beta 0.04", ["kl_in=reward algorithm.kl_coef=0.04\n"]),
         (
