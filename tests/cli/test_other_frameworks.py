@@ -152,6 +152,11 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         ),
         ("trl dpo --label_smoothing 0 --loss_type sigmoid", ["--label_smoothing: leave it out\n", "loss=sigmoid\n"]),
         (
+            "grpo --advantage_estimator reinforce_plus_plus",
+            ["type algorithm.advantage=reinforce_pp_baseline algorithm"],
+        ),
+        ("grpo --advantage_estimator reinforce", ["--advantage_estimator: type algorithm=reinforce_pp\n"]),
+        (
             "llamafactory-cli train --stage ppo --ppo_target 6.0",
             ["type algorithm.kl_estimator=k1 algorithm.kl_target=N, N = 6.0 / tokens_per_completion (there"],
         ),
