@@ -151,6 +151,21 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             ["--label_smoothing: only algorithm.loss=conservative and"],
         ),
         ("trl dpo --label_smoothing 0 --loss_type sigmoid", ["--label_smoothing: leave it out\n", "loss=sigmoid\n"]),
+        # the same KL
+        ("trl grpo --beta 0.04", ["--beta: type algorithm.kl_estimator=k3_ratio algorithm.kl_coef=0.04\n"]),
+        (
+            "trl grpo --beta 0.04 --use_bias_correction_kl false",
+            ["--beta: type algorithm.kl_estimator=k3 algorithm.kl_coef=0.04\n", "leave it out: the answer to beta has"],
+        ),
+        ("trl grpo --use_bias_correction_kl true", ["--use_bias_correction_kl: leave it out: unused unless beta is"]),
+        ("trl grpo --init_kl_coef 0.05", ["--init_kl_coef: type algorithm.kl_estimator=k3 algorithm.kl_coef=0.05\n"]),
+        (
+            "swift rlhf --rlhf_type grpo --advantage_estimator reinforce_plus_plus --beta 0.04",
+            [
+                "type algorithm.advantage=reinforce_pp_baseline algorithm.zero_variance=keep (whitened",
+                "--beta: type algorithm.kl_estimator=k1 algorithm.kl_in=reward algorithm.kl_coef=0.04\n",
+            ],
+        ),
         (
             "grpo --advantage_estimator reinforce_plus_plus",
             ["type algorithm.advantage=reinforce_pp_baseline algorithm"],
