@@ -151,6 +151,14 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             ["--label_smoothing: only algorithm.loss=conservative and"],
         ),
         ("trl dpo --label_smoothing 0 --loss_type sigmoid", ["--label_smoothing: leave it out\n", "loss=sigmoid\n"]),
+        ("trl grpo --loss_type sapo", ["policy_loss=sapo algorithm.loss_aggregation=seq_mean_token_mean\n"]),
+        (
+            "algorithm=grpo actor_rollout_ref.actor.policy_loss.loss_mode=sapo loss_agg_mode=token-mean",
+            [
+                "policy_loss=sapo algorithm.loss_aggregation=seq_mean_token_mean ",
+                "job; leave it out: unused there with",
+            ],
+        ),
         # the same KL
         ("trl grpo --beta 0.04", ["--beta: type algorithm.kl_estimator=k3_ratio algorithm.kl_coef=0.04\n"]),
         (
