@@ -184,6 +184,54 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             ["type algorithm.kl_estimator=k1 algorithm.kl_target=N, N = 6.0 / tokens_per_completion (there"],
         ),
         ("ppo --kl_target 0.1", ["--kl_target: type algorithm.kl_estimator=k1 algorithm.kl_target=0.1\n"]),
+        # the same weights of samples
+        (
+            "trl grpo --vllm_importance_sampling_mode token_truncate",
+            ["correction_level=token algorithm.correction_max=3\n"],
+        ),
+        (
+            "trl grpo --vllm_importance_sampling_clip_max 2.5 --vllm_importance_sampling_mode token_truncate",
+            [
+                "clip_max: leave it out: the answer to vllm_importance_sampling_mode has it\n",
+                "type algorithm.correction=tis algorithm.correction_level=token algorithm.correction_max=2.5\n",
+            ],
+        ),
+        (
+            "trl grpo --vllm_importance_sampling_clip_min 0.2 --vllm_importance_sampling_mode sequence_mask",
+            [
+                "clip_min: leave it out: the answer to vllm_importance_sampling_mode has it\n",
+                "correction_level=sequence algorithm.correction_max=3 algorithm.correction_min=0.2\n",
+            ],
+        ),
+        (
+            "trl grpo --vllm_importance_sampling_clip_min 0.2",
+            ["correction_level=sequence algorithm.correction_max=3 algorithm.correction_min=0.2\n"],
+        ),
+        (
+            "trl grpo --vllm_importance_sampling_cap 2.0 --vllm_importance_sampling_correction true",
+            ["algorithm.correction=mis algorithm.correction_level=sequence algorithm.correction_max=2.0 "],
+        ),
+        (
+            "trl grpo --vllm_importance_sampling_cap 2.0 --vllm_importance_sampling_correction false",
+            ["leave it out: unused"],
+        ),
+        (
+            "swift rlhf --rlhf_type grpo --rollout_importance_sampling_mode token_mask",
+            ["algorithm.correction=mis algorithm.correction_level=token algorithm.correction_max=2 "],
+        ),
+        (
+            "swift rlhf --rlhf_type grpo --rollout_importance_sampling_mode sequence_mask",
+            ["there a sequence's weight is the geometric mean of its tokens' weights, here it is their product; type"],
+        ),
+        ("grpo --enable_vllm_is_correction", ["algorithm.correction=tis algorithm.correction_level=token algorithm.c"]),
+        (
+            "algorithm=grpo algorithm.rollout_correction.rollout_is=token "
+            "algorithm.rollout_correction.rollout_rs=token algorithm.rollout_correction.rollout_rs_threshold=4.0",
+            [
+                "rollout_is: not an option of algorithm=grpo; leave it out: the answer to rollout_rs has it ",
+                "correction_level=token algorithm.correction_max=4 algorithm.correction_min=0.25 (it masks and weights",
+            ],
+        ),
         # the same number of steps and rows
         (
             "trl grpo --max_steps 500 --num_iterations 2 --steps_per_generation 4 --warmup_ratio 0.1 --save_steps 100 "
