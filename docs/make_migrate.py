@@ -12,6 +12,7 @@ from runner.spec.migrate import Entry, Job, Rule, format_value, table
 
 # key=value, the value a list, a quoted text, or what ends before punctuation
 TYPED = re.compile(r"(?:'[^']+=[^']+'|\b[a-z_]+(?:[./@][a-z_0-9]+)*=(?:\[[^\]]*\]|[^\s;,()|]*[^\s;,()|.:])?)")
+OTHERS = "others"  # values that a rule does not list
 PATH = Path(__file__).with_name("migrate.md")
 COMMAND = (
     "swift rlhf --rlhf_type grpo --train_type lora --lora_rank 8 --learning_rate 1e-5 --num_generations 8 \\\n"
@@ -52,7 +53,8 @@ def rows(entry: Entry) -> Iterator[str]:
     """One option: its spellings with an example, and the answer for each algorithm and value."""
     typed = "<br>".join(f"`{key}`" for key in entry.keys)
     for algorithms, value, rule in _cases(entry.rule, format_value(entry.example)):
-        said = " / ".join(str(one) for one in table().answers(Entry(entry.keys, "", rule), entry.example, Job()))
+        example = None if value.startswith(OTHERS) else entry.example
+        said = " / ".join(str(one) for one in table().answers(Entry(entry.keys, "", rule), example, Job()))
         yield f"| {typed} | {value.replace('|', ' ')} | {algorithms.replace(' ', ', ')} | {_code(said)} |"
         typed = ""
 
@@ -73,7 +75,8 @@ def _cases(rule: Rule, value: str, algorithms: str = "") -> Iterator[tuple[str, 
             yield from _cases(inner, format_value(name).replace(" ", ", "), algorithms)
         if rule.keys() & {"to", "say"}:
             other = {name: inner for name, inner in rule.items() if name not in ("values", "with")}
-            yield algorithms, "others" if "values" in rule and "to" not in rule else value, other
+            listed = [text for name in rule.get("values", {}) for text in format_value(name).split()]
+            yield algorithms, OTHERS if listed and ("to" not in rule or value in listed) else value, other
 
 
 def _code(text: str) -> str:

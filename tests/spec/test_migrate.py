@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +113,17 @@ def test_names_of_components_and_metrics_lead_somewhere(members: Mapping[str, se
     assert not table().metrics.keys() & set(table().metrics.values())
     for said in table().commands.values():
         assert not said.startswith("algorithm=") or said.partition("=")[2] in members["algorithm"]
+
+
+def test_no_row_of_the_page_contradicts_the_one_above() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ") and line.count(" | ") >= 3]
+    twice = [
+        (above, below)
+        for above, below in pairwise(rows)
+        if below[0] == "| " and below[2] == above[2] and "with" not in above[1] and below[1] in above[1].split(", ")
+    ]
+    assert twice == []
 
 
 BASES = {
