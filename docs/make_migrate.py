@@ -28,6 +28,7 @@ $ run {command}
 {output}
 ```
 
+- The start `python -m MODULE`, `torchrun … FILE.py`, `accelerate launch … FILE.py` or `deepspeed … FILE.py` may stay.
 - Options without dashes work, too: `run actor_rollout_ref.rollout.n=8`, `run num_generations=8`.
 - The YAML file of another framework works as well: `run +recipe=FILE.yaml` names our option for each of its keys.
 - One key: `run explain num_generations`.

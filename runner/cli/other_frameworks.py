@@ -20,6 +20,7 @@ from runner.spec.schema import OptionIndex
 OF_A_JOB = ("run", "plan")  # verbs whose words are a job
 FLAG = re.compile(r"--?[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
 UNQUOTED = re.compile(r"[\w./:@%+-]+")
+STARTERS = ("python", "python3", "torchrun", "accelerate", "deepspeed")
 ADVICE = re.compile(r"not an option of \S+(?: job)?; ")
 
 
@@ -31,13 +32,12 @@ def refuse(args: Namespace) -> NoReturn:
     recipes = [f"+{GROUP}={word}" for word in args.words if is_file_name(word)]
     typed = [*_of_command(args.command), *recipes]
     instead = f"no verb named '{args.command}'; type run {' '.join(typed) or '…'}" if args.command else ""
-    if not args.foreign:
-        raise UsageError(instead)
     settings = {key: f"{key}={_value(values)}" for key, values in args.foreign.items()}
     known = [word for word in (*typed, *args.words) if is_override(word)]
     answers = _answers([*(word for word in known if not _is_lost(word)), *settings.values()])
     lines = [f"--{key}: {answers.get(key) or _alone(key, word)}" for key, word in settings.items()]
-    head = "options of a job are written without dashes, as key=value"
+    lines += [f"{key}: {answers[key]}" for key in (word.partition("=")[0] for word in known) if key in answers]
+    head = "options of a job are written without dashes, as key=value" if settings else ""
     raise UsageError("\n  ".join(filter(None, [head, instead, *lines])))
 
 
@@ -86,13 +86,14 @@ def foreign_command(argv: Sequence[str]) -> Namespace | None:
     command: its first words; foreign: its options with dashes (key=value); words: the others. Raises UsageError for a
     flag of Hydra's.
     """
-    argv = list(argv[: list(argv).index("--")] if "--" in argv else argv)
+    starter, argv = _split_start(list(argv[: list(argv).index("--")] if "--" in argv else argv))
     first = argv[0] if argv else ""
     if (first in VERBS and first not in OF_A_JOB) or {"--help", "-h", "--shell-completion"} & set(argv):
         return None
     parser = parser_of(first if first in VERBS else "run")
     command = _command(argv) if first not in plugin_verbs() else ""
     words, foreign, rest = list[str](), dict[str, list[str]](), list(argv[len(command.split()) or first in VERBS :])
+    command = command or starter
     given: list[str] | None = None  # the values of the flag before
     while rest:
         word = rest.pop(0)
@@ -113,6 +114,20 @@ def foreign_command(argv: Sequence[str]) -> Namespace | None:
         return None
     unset = {"help": False, "version": False, "shell_completion": False}
     return Namespace(verb="foreign", command=command, words=words, foreign=foreign, **unset)
+
+
+def _split_start(argv: list[str]) -> tuple[str, list[str]]:
+    """The program that starts a script or module, and the words of both without the script's name.
+
+    `torchrun --nnodes 2 FILE.py --lr 1` → torchrun, `--lr 1 --nnodes 2`; Python's own options are left out. No program
+    where the words start nothing.
+    """
+    first = argv[0] if argv else ""
+    at = next((i for i, word in enumerate(argv) if word == "-m" or word.endswith(".py")), 0)
+    if first not in STARTERS or not at:
+        return "", argv
+    before = [] if first.startswith("python") else argv[2 if first == "accelerate" else 1 : at]
+    return first, argv[at + (2 if argv[at] == "-m" else 1) :] + before
 
 
 def _command(argv: Sequence[str]) -> str:

@@ -272,6 +272,22 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
                 "type chat.train_on=assi",
             ],
         ),
+        # the start of a command
+        (
+            "python3 -u -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8",
+            [
+                "no verb named 'python3'; type run …\n",
+                "algorithm.adv_estimator: type algorithm=grpo\n",
+                "actor_rollout_ref.rollout.n: type algorithm.group_size=8\n",
+            ],
+        ),
+        ("python train.py seed=1", ["no verb named 'python'; type run …\n"]),
+        (
+            "torchrun --nproc_per_node 8 --nnodes 2 src/train.py x.yaml --stage sft --learning_rate 1e-5",
+            ["type run +recipe=x.yaml", "launch.devices=16 (", "launch.nodes=2 (", "algorithm=sft\n", "lr=1e-05\n"],
+        ),
+        ("accelerate launch --num_processes 4 -m axolotl.cli.train x.yaml", ["+recipe=x.yaml\n", "launch.devices=4\n"]),
+        ("accelerate launch", ["launch.devices=N starts the processes"]),
         ("trl rloo --beta 0.0", ["--beta: type algorithm.kl_estimator=none\n"]),
         ("swift rlhf --rlhf_type grpo --kl_in_reward true --beta 0.04", ["kl_in=reward algorithm.kl_coef=0.04\n"]),
         (
