@@ -8,16 +8,22 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.cli.args import UsageError, is_override
-from runner.cli.job_builder import compose_job
+from runner.cli.job_builder import JobDraft, decode_draft, draft
 from runner.cli.overrides import TRUST
-from runner.core.errors import Interrupted
+from runner.core.errors import Interrupted, Problem, SpecError
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.user_files import with_copied_files
+from runner.spec.base import COMMAND_LINE
 from runner.spec.evaluation import HELD_OUT, AnswersConfig, EvaluationSet
 from runner.spec.job import JobSpec
+from runner.spec.registry import default_registry
+from runner.spec.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from runner.inference.model_source import ModelSource
 
 # The sections whose options can be set; a model brings everything else.
 SECTIONS = ("evaluation", "device", "seed")
@@ -46,12 +52,16 @@ def run(args: Namespace) -> int:
     from runner.inference.model_source import parse_source, resolve_model_path
 
     sources = [parse_source(text, checkpoint=args.checkpoint, base=args.base) for text in texts]
-    spec = compose_job([*NO_JOB, *(word for word in words if not word.lstrip("+").startswith(TRUST))]).spec
+    own = _first_run_spec(sources)
+    drafted = draft([*NO_JOB, *(word for word in words if not word.lstrip("+").startswith(TRUST))])
+    edits = take_edits(drafted, own)
+    spec = decode_draft(drafted, default_registry()).spec
     resolved = spec.evaluation.with_resolved_source(resolve_model_path)
     sets = [_with_options(one, args) for one in resolved.decoded_sets()]
     base = spec
+    _refuse_without_data(sets, own, edits)
     if not sets:
-        base, sets = _of_first_run(sources, spec, args, words)
+        base, sets = _of_first_run(own, spec, edits, args, words)
     _refuse_unused(words, [one.name for one in sets])
     from runner.tools import evaluate
 
@@ -102,28 +112,72 @@ def _run_suite(args: Namespace, texts: Sequence[str], typed: Mapping[str, str]) 
     return 0
 
 
+def _first_run_spec(sources: Sequence[ModelSource]) -> JobSpec | None:
+    """The spec of the first run among the sources, with the copies of the user's files."""
+    from runner.inference.model_source import source_spec
+
+    source = next((one for one in sources if one.kind == "run"), None)
+    return None if source is None else with_copied_files(source_spec(source), RunFolder(Path(source.path)))
+
+
+def take_edits(drafted: JobDraft, own: JobSpec | None) -> dict[str, dict[str, Any]]:
+    """Remove options typed for sets of the run from the draft; returns these sets with the options.
+
+    A preset that was named replaces the run's set.
+    """
+    sets, prefix = drafted.data["evaluation"]["sets"], "evaluation.sets."
+    files = (key for key, who in drafted.origins.items() if key.startswith(prefix) and who != COMMAND_LINE)
+    presets = {key.split(".")[2] for key in files}
+    known = own.evaluation.sets if own and isinstance(sets, dict) else {}
+    names = [name for name in known if isinstance(sets.get(name), dict) and name not in presets]
+    return {name: _overlay(known[name], sets.pop(name)) for name in names}
+
+
+def _overlay(own: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with those typed in place of them; a component that is named replaces the whole one."""
+
+    def merge(old: Any, new: Any) -> Any:
+        both = isinstance(old, dict) and isinstance(new, dict) and "name" not in new
+        return _overlay(old, new) if both else new
+
+    return {**own, **{key: merge(own.get(key), value) for key, value in typed.items()}}
+
+
+def _refuse_without_data(sets: Sequence[EvaluationSet], own: JobSpec | None, edits: Mapping[str, object]) -> None:
+    """Raise UsageError for a set without data, and for new sets beside options of a run's sets."""
+    if bare := next((one.name for one in sets if "data" not in one.components), None):
+        no_such = f", and the first run has no such set{did_you_mean(bare, own.evaluation.sets)}" if own else ""
+        text = f"evaluation.sets.{bare} has no data{no_such}"
+        raise UsageError(
+            f"run eval: {text}; for a new set, type evaluation.sets.{bare}.data={{name: file, path: FILE}}"
+        )
+    if sets and edits:
+        text = f"evaluation.sets.{sets[0].name} is a new set, evaluation.sets.{next(iter(edits))} one of the run"
+        raise UsageError(f"run eval: {text}; type two commands")
+
+
 def _of_first_run(
-    sources: Sequence[Any], spec: JobSpec, args: Namespace, words: Sequence[str]
+    own: JobSpec | None, spec: JobSpec, edits: Mapping[str, dict[str, Any]], args: Namespace, words: Sequence[str]
 ) -> tuple[JobSpec, list[EvaluationSet]]:
     """The evaluation sets and options of the first run among the sources; typed options replace its own.
 
-    Raises UsageError where no source is a run.
+    own: its spec; edits: its sets with typed options. Raises UsageError where no source is a run, SpecError.
     """
-    from runner.inference.model_source import source_spec
+    from runner.inference.model_source import resolve_model_path
     from runner.tools.evaluate import sets_of_run
 
-    source = next((one for one in sources if one.kind == "run"), None)
-    if source is None:
+    if own is None:
         raise UsageError(
             "run eval: no model is a run, which would have held-out rows; name sets: '+evaluation=[gsm8k]'"
         )
-    own = with_copied_files(source_spec(source), RunFolder(Path(source.path)))
     typed = {word.lstrip("+").partition("=")[0] for word in words}
-    options = {name: value for name, value in spec.evaluation if f"evaluation.{name}" in typed}
-    changed = {
-        "evaluation": own.evaluation.model_copy(update=options),
-        "seed": spec.seed if "seed" in typed else own.seed,
-    }
+    options = {name: value for name, value in spec.evaluation if name != "sets" and f"evaluation.{name}" in typed}
+    evaluation = own.evaluation.model_copy(update={**options, "sets": {**own.evaluation.sets, **edits}})
+    if edits:
+        if found := evaluation.problems(own):
+            raise SpecError([Problem(key, message, COMMAND_LINE) for key, message in found])
+        evaluation = evaluation.with_resolved_source(resolve_model_path)
+    changed = {"evaluation": evaluation, "seed": spec.seed if "seed" in typed else own.seed}
     own = own.model_copy(update=changed)
     update = {
         name: getattr(own, name)

@@ -14,10 +14,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import yaml
 
 from runner.build import build_tokenizer
 from runner.build.data import build_data
-from runner.cli.job_builder import compose_job
+from runner.cli.evaluate import take_edits
+from runner.cli.job_builder import compose_job, draft
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, SpecError
 from runner.inference.answer_journal import AnswerJournal, JournaledSampler
@@ -159,13 +161,52 @@ def test_models_are_compared_and_run_report_and_run_diff_show_it(work: Path) -> 
         (["outputs/latest/export"], "no model is a run"),
         (["nowhere"], "nowhere: no such folder"),
         (
-            ["latest", "+evaluation.sets.mc={choices: options}", "--samples", "4"],
+            ["latest", "+evaluation.sets.mc={data: {name: demo}, choices: options}", "--samples", "4"],
             "evaluation.sets.mc, a multiple choice",
         ),
+        (
+            ["latest", "+evaluation.sets.mc={choices: options}"],
+            "evaluation.sets.mc has no data, and the first run has no such set; for a new set, type evaluation.sets.mc",
+        ),
+        (["outputs/latest/export", "evaluation.sets.long.samples=2"], "evaluation.sets.long has no data"),
     ],
 )
 def test_mistakes_are_answered_before_a_model_is_loaded(work: Path, words: list[str], message: str) -> None:
     assert message in command.run("eval", *words, cwd=work, code=2)
+
+
+SORT = {
+    "data": {"name": "demo", "task": "sort", "digits": 6, "items": 16},
+    "reward": {"name": "numeric", "tolerance": 0.5},
+}
+
+
+def test_typed_options_of_a_runs_set_are_no_new_set() -> None:
+    """A preset that is named, and a set that the run does not have, are new ones."""
+    own = compose_job(["evaluation.sets.sort={data: {name: demo}}"]).spec
+    own = own.model_copy(update={"evaluation": EvaluationConfig(sets={"sort": SORT})})
+    drafted = draft(["evaluation.sets.sort.data.digits=5", "evaluation.sets.sort.reward.name=exact"])
+    edited = take_edits(drafted, own)["sort"]
+    assert drafted.data["evaluation"]["sets"] == {}
+    assert edited == {"data": {**SORT["data"], "digits": 5}, "reward": {"name": "exact"}}
+    assert take_edits(draft(["+evaluation=[sort]", "evaluation.sets.sort.samples=2"]), own) == {}
+    assert take_edits(draft(["evaluation.sets.other.samples=2"]), own) == {}
+
+
+def test_a_runs_set_is_evaluated_with_typed_options(work: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(work / "outputs/latest", run)
+    spec = yaml.safe_load((run / "spec.yaml").read_text())
+    spec["evaluation"]["sets"] = {"sort": SORT}
+    (run / "spec.yaml").write_text(yaml.safe_dump(spec))
+    command.run("eval", "run", "evaluation.sets.sort.max_new_tokens=3", "--limit", "4", cwd=tmp_path)
+    sets = results(tmp_path)["sets"]
+    assert sets["held_out"]["max_new_tokens"] == 6 and sets["sort"]["max_new_tokens"] == 3
+    assert sets["sort"]["data"]["digits"] == 6 and sets["sort"]["reward"]["tolerance"] == 0.5
+    said = command.run("eval", "run", "evaluation.sets.sort.samples=2", "+evaluation=[sum]", cwd=tmp_path, code=2)
+    assert "evaluation.sets.sum is a new set, evaluation.sets.sort one of the run; type two commands" in said
+    said = command.run("eval", "run", "evaluation.sets.sort.temperature=2", cwd=tmp_path, code=2)
+    assert "evaluation.sets.sort.temperature: greedy decoding has no temperature" in said
 
 
 def test_a_run_that_cannot_be_written_to_is_evaluated_with_a_warning(
