@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shlex
 import shutil
@@ -30,6 +31,7 @@ from runner.sampler.vllm.arguments import RANKS
 from runner.sampler.vllm.versions import LAYOUT
 
 HEALTH_TIMEOUT_S = 5.0
+EXIT_S = 10.0  # of vLLM, after the requests in flight
 LOG_LINES = 15  # of the log that an error shows
 
 
@@ -72,7 +74,7 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
                 time.sleep(POLL_S)
             _raise_if_ended(child, recorder, log)
         finally:
-            child.stop(settings.grace_s)
+            _stop(child, settings.grace_s + EXIT_S, recorder)
     number = recorder.stop_signals[0]
     raise Interrupted(number, f"{signal.Signals(number).name}: vLLM stopped")
 
@@ -173,6 +175,7 @@ def vllm_command(
     command += ["--served-model-name", _base_name(source), *chat]
     command += ["--logprobs-mode", f"{settings.logprobs_mode}_logprobs"]
     command += ["--max-num-seqs", str(model.max_num_seqs)]
+    command += ["--shutdown-timeout", str(math.ceil(settings.grace_s))]  # 0, its default, aborts requests in flight
     command += [] if kind.engine_graphs else ["--enforce-eager"]
     # vLLM 0.32 ends on the CPU with a request that has a seed and is prefilled in chunks
     command += ["--no-enable-chunked-prefill"] if kind.name == "cpu" else []
@@ -233,6 +236,15 @@ def _is_healthy(settings: ServeSettings) -> bool:
         return False
     finally:
         connection.close()
+
+
+def _stop(child: ChildProcess, grace_s: float, recorder: SignalRecorder) -> None:
+    """Send vLLM SIGTERM; kill it after `grace_s` seconds, or at a second signal."""
+    child.send_signal(signal.SIGTERM)
+    end = time.monotonic() + grace_s
+    while child.is_running() and time.monotonic() < end and len(recorder.stop_signals) < 2:
+        time.sleep(POLL_S)
+    child.stop(0)
 
 
 def _raise_if_ended(child: ChildProcess, recorder: SignalRecorder, log: Path) -> None:

@@ -31,8 +31,10 @@ from tests.inference.scripted import serve
 
 STAND_IN = """\
 #!{python}
-import http.server, json, os, sys, time
+import http.server, json, os, signal, sys, time
 words = sys.argv[1:]
+if "--busy" in words:
+    signal.signal(signal.SIGTERM, lambda *_: print("draining", flush=True))
 print("this is the log of", *words, flush=True)
 if "--fail" in words:
     sys.exit("no card is free")
@@ -86,6 +88,17 @@ def test_it_is_started_awaited_and_stopped(model: Path, tmp_path: Path) -> None:
         httpx.get(server.url, timeout=60)
 
 
+def test_requests_in_flight_end_within_grace_s_unless_a_second_signal_comes(model: Path, tmp_path: Path) -> None:
+    with serve(model, "engine=vllm", "device=cpu", "grace_s=1000", "--", "--busy", cwd=tmp_path) as server:
+        server.process.send_signal(signal.SIGTERM)
+        end = time.monotonic() + 100
+        while "draining" not in (tmp_path / "outputs" / "vllm-Qwen.log").read_text():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert server.process.poll() is None
+        assert server.stop(signal.SIGTERM) == 143
+
+
 def start(model: Path, tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "runner", "serve", str(model), "engine=vllm", "device=cpu", "port=0", *words]
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
@@ -117,13 +130,14 @@ def test_the_command_has_the_options_that_training_was_done_with(tmp_path: Path)
         (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
     adapters = tuple(AdapterSource(name, str(tmp_path / name)) for name in "ab")
     source = ModelSource("a", "folder", "a", "/base", adapters=adapters)
-    settings = ServeSettings(port=9000, logprobs_mode="processed", vllm_options=("--seed", "1"))
+    settings = ServeSettings(port=9000, grace_s=2.5, logprobs_mode="processed", vllm_options=("--seed", "1"))
     command = vllm_command(
         source, EngineSettings(source="a", max_num_seqs=7, trust_remote_code=True), settings, KINDS["npu"]
     )
     assert command == [
         *("vllm", "serve", "/base", "--host", "127.0.0.1", "--port", "9000", "--served-model-name", "a-base"),
         *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "7"),
+        *("--shutdown-timeout", "3"),
         *("--enforce-eager", "--trust-remote-code", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "64"),
         *("--lora-modules", f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}", "--seed", "1"),
     ]
