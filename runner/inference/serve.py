@@ -70,6 +70,9 @@ def serve(model: EngineSettings, settings: ServeSettings, api_key_file: Path | N
     if source.kind == "run":  # which run is latest is decided once
         model = model.model_copy(update={"source": source.path})
     if _choose_engine(source, model.device, settings) == "vllm":
+        if settings.weight_updates and settings.host not in LOOPBACK:  # the routes of its development mode have no key
+            text = f"weight_updates=true host={settings.host}: vLLM replaces weights without a key"
+            raise EnvironmentProblem(f"engine=vllm {text}; type engine=torch, or host=127.0.0.1")
         from runner.inference.vllm_process import serve_vllm
 
         return serve_vllm(source, model, settings, api_key)

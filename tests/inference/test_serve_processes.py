@@ -219,6 +219,18 @@ def test_a_wrong_command_is_refused_before_anything_is_loaded(
     assert message in capsys.readouterr().err
 
 
+def test_vllm_does_not_replace_weights_where_other_machines_reach_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from runner.cli.main import main
+
+    (key := tmp_path / "key").write_text("k")
+    key.chmod(0o600)
+    words = ["device=cpu", "engine=vllm", "host=192.0.2.1", "weight_updates=true", "--api-key-file", str(key)]
+    assert main(["serve", str(folder), *words]) == 2
+    assert "vLLM replaces weights without a key; type engine=torch, or host=127.0.0.1" in capsys.readouterr().err
+
+
 def test_a_key_file_has_one_key(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,9 @@ from runner.sampler.server.openai_protocol import Json, parse_scores, score_requ
 STARTED = re.compile(r"^process_start_time_seconds ([0-9.eE+]+)$", re.MULTILINE)
 RESETS, RESET_WAIT_S = 20, 0.25  # of a prefix cache whose blocks are still held
 CLOSE_TIMEOUT_S = 10.0  # of requests at the end, which are not necessary
-ADAPTERS = "vllm serve: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora; run serve: weight_updates=true"
+ADAPTERS = (
+    "vllm serve: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora; run serve engine=torch: weight_updates=true"
+)
 NO_RELOAD = "vllm-ascend (0.23) cannot reload weights: type sampler.weight_sync=adapter, or sampler=vllm"
 DEVELOPMENT = "vllm serve: VLLM_SERVER_DEV_MODE=1, on a private network only; run serve: weight_updates=true"
 
