@@ -51,6 +51,9 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
     if source.kind == "run" and any(source_spec(source, device=model.device).sampler.stop_criteria()):
         text = "the run's sampler.stop and sampler.stop_token_ids end only completions of requests that name them"
         print(f"engine=vllm: {text} (stop, stop_token_ids)", file=sys.stderr)
+    if api_key is not None:
+        text = "vLLM wants the key below /v1 only; /invocations generates without one"
+        print(f"engine=vllm: {text}: let other machines reach /v1 alone, through a proxy", file=sys.stderr)
     log = _log_path(source)
     source, step = exported_source(source)
     check_adapters(source)
@@ -137,6 +140,7 @@ def check_adapters(source: ModelSource) -> None:
         print(fact, file=sys.stderr)
 
 
+NO_DOMAIN = "none.invalid"  # a name that no host can have (RFC 2606); without any, vLLM fetches every URL
 DEFAULT_CHAT_OPTIONS = ("--generation-config", "vllm")  # and not the model's own, which would change what is sampled
 
 
@@ -176,6 +180,7 @@ def vllm_command(
     command += ["--logprobs-mode", f"{settings.logprobs_mode}_logprobs"]
     command += ["--max-num-seqs", str(model.max_num_seqs)]
     command += ["--shutdown-timeout", str(math.ceil(settings.grace_s))]  # 0, its default, aborts requests in flight
+    command += ["--allowed-media-domains", NO_DOMAIN]
     command += [] if kind.engine_graphs else ["--enforce-eager"]
     # vLLM 0.32 ends on the CPU with a request that has a seed and is prefilled in chunks
     command += ["--no-enable-chunked-prefill"] if kind.name == "cpu" else []

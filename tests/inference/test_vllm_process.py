@@ -81,6 +81,7 @@ def test_it_is_started_awaited_and_stopped(model: Path, tmp_path: Path) -> None:
         assert answer["key"] == "k" and "k" not in answer["words"]
         assert answer["words"][:2] == ["serve", str(model)] and answer["words"][-2:] == ["--max-model-len", "128"]
         printed = server.printed.read_text()
+        assert "/invocations generates without one: let other machines reach /v1 alone" in printed
         assert f"engine=vllm: vllm serve {model} --host 127.0.0.1 --port {server.address[1]}" in printed
         assert "this is the log of serve" in (tmp_path / "outputs" / "vllm-Qwen.log").read_text()
         assert server.stop(signal.SIGTERM) == 143
@@ -137,7 +138,7 @@ def test_the_command_has_the_options_that_training_was_done_with(tmp_path: Path)
     assert command == [
         *("vllm", "serve", "/base", "--host", "127.0.0.1", "--port", "9000", "--served-model-name", "a-base"),
         *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "7"),
-        *("--shutdown-timeout", "3"),
+        *("--shutdown-timeout", "3", "--allowed-media-domains", "none.invalid"),
         *("--enforce-eager", "--trust-remote-code", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "64"),
         *("--lora-modules", f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}", "--seed", "1"),
     ]
