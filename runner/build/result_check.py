@@ -7,7 +7,6 @@ Observations are checked at each turn, all else once per run. Components of this
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from runner.interfaces import (
     TokenizedExample,
 )
 from runner.spec.base import ComponentConfig, ItemKind
-from runner.spec.registry import default_registry, resolve
+from runner.spec.registry import default_registry, resolve, source_location
 
 ITEMS: Mapping[ItemKind, tuple[type, tuple[str, ...]]] = {  # and its sequences of ids
     "sft": (TokenizedExample, ("ids",)),
@@ -67,11 +66,7 @@ class _Check:
         """Raise SpecError with the fault of a function, by default the factory, unless the condition holds."""
         if condition:
             return
-        kind, plain = self.config.group, inspect.unwrap(function or resolve(type(self.config).factory))
-        try:
-            where = f"{inspect.getsourcefile(plain)}:{inspect.getsourcelines(plain)[1]}, {plain.__qualname__}"
-        except (TypeError, OSError):  # a callable object, or code without a file
-            where = repr(plain)
+        kind, where = self.config.group, source_location(function or resolve(type(self.config).factory))
         text = f"{kind}={self.config.component_name()} of a plug-in ({where}): {fault}"
         raise SpecError([Problem(kind, f"{text}; runner.testing.check_{kind} tests the component")])
 

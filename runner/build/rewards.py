@@ -15,7 +15,7 @@ from runner.interfaces import Data, Prompt, RankCollectives, Reward
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
-from runner.spec.registry import default_registry
+from runner.spec.registry import component_source, default_registry
 from runner.spec.suggest import nearest_word
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class RewardBuilder:
             run_on_rank0(
                 everyone, lambda: try_reward(reward, spec.reward, prompts, self.tokenizer, self.decide, option)
             )
-        return PartitionedReward(reward, peers)
+        return PartitionedReward(reward, peers, component_source(spec.reward))
 
 
 def conversation_encoder(tokenizer: Any, date: str | None) -> Callable[..., list[int]]:

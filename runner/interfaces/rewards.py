@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from runner.core.columns import column_value, json_type_name, nested_names
-from runner.core.errors import DataError, RunnerError
+from runner.core.errors import DataError, EnvironmentProblem, RunnerError
 
 if TYPE_CHECKING:
     from runner.interfaces.sampling import Completion
@@ -239,3 +241,16 @@ def _completion(completion: Completion) -> str | list[dict[str, Any]]:
     if completion.messages is None:
         return [{"role": "assistant", "content": completion.text}]
     return [dict(m) for m in completion.messages[len(before) :]]
+
+
+def refuse_wrong_scores(name: str, found: Any, groups: Sequence[Sequence[Completion]]) -> None:
+    """Raise EnvironmentProblem unless a reward returned a finite number or None for each completion."""
+    shape = isinstance(found, list) and [len(one) if isinstance(one, list) else None for one in found]
+    if shape == [len(group) for group in groups] and all(
+        score is None or (isinstance(score, Real) and math.isfinite(score)) for one in found for score in one
+    ):
+        return
+    raise EnvironmentProblem(
+        f"{name}: score() returned {found!r:.200}\n  expected a list for each of {len(groups)} groups, with a finite "
+        "number or None for each completion; runner.testing.check_reward tests a reward"
+    )

@@ -7,17 +7,14 @@ A sample depends only on its request's seed, and a score only on its group: not 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from numbers import Real
 from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
 from runner.core.completion_text import completion_text
-from runner.core.errors import EnvironmentProblem
 from runner.distributed.work_partition import balance_by_cost, group_by_prompt, run_on_rank0, run_partitioned
 from runner.interfaces import (
     Completion,
@@ -27,6 +24,7 @@ from runner.interfaces import (
     Sampler,
     SamplerWrapper,
 )
+from runner.interfaces.rewards import refuse_wrong_scores
 from runner.interfaces.sampling import RequestSource, sample_from, sample_in_waves
 
 FullParamsContext = Callable[[], AbstractContextManager[Any]]  # a block with full weights, which all ranks enter
@@ -132,10 +130,13 @@ class Rank0Sampler:
 
 
 class PartitionedReward:
-    """A reward whose groups are scored by different ranks; failures in a row are counted per rank."""
+    """A reward whose groups are scored by different ranks; failures in a row are counted per rank.
 
-    def __init__(self, reward: Any, peers: RankCollectives) -> None:
-        self._reward, self._peers = reward, peers
+    name: of the reward and where it is from, for messages
+    """
+
+    def __init__(self, reward: Any, peers: RankCollectives, name: str) -> None:
+        self._reward, self._peers, self._name = reward, peers, name
 
     def score(self, groups: Sequence[Sequence[Completion]]) -> Scores:
         """See `Reward`; all ranks pass the same."""
@@ -150,7 +151,7 @@ class PartitionedReward:
                 scores, parts = self._reward.score_components(chosen)
             else:
                 scores, parts = self._reward.score(chosen), [[{} for _ in group] for group in chosen]
-            refuse_wrong_scores(self._reward, scores, chosen)
+            refuse_wrong_scores(self._name, scores, chosen)
             return list(zip(scores, parts, strict=True))
 
         costs = [sum(len(one.ids) for one in group) for group in groups]
@@ -159,22 +160,8 @@ class PartitionedReward:
 
     def with_peers(self, peers: RankCollectives) -> Self:
         """The same reward for another thread with its own collectives."""
-        return type(self)(self._reward, peers)
+        return type(self)(self._reward, peers, self._name)
 
     def close(self) -> None:
         """See `Reward`."""
         self._reward.close()
-
-
-def refuse_wrong_scores(reward: Any, found: Any, groups: Sequence[Sequence[Completion]]) -> None:
-    """Raise EnvironmentProblem unless a reward returned a finite number or None for each completion."""
-    shape = isinstance(found, list) and [len(one) if isinstance(one, list) else None for one in found]
-    if shape == [len(group) for group in groups] and all(
-        score is None or (isinstance(score, Real) and math.isfinite(score)) for one in found for score in one
-    ):
-        return
-    name = f"{type(reward).__module__}.{type(reward).__qualname__}"
-    raise EnvironmentProblem(
-        f"{name}.score returned {found!r:.200}\n  expected a list for each of {len(groups)} groups, with a finite "
-        "number or None for each completion; runner.testing.check_reward tests a reward"
-    )

@@ -11,10 +11,10 @@ from typing import Any
 from runner.core.errors import RunnerError
 from runner.core.rng import derive_seed
 from runner.interfaces import Completion, Reward
-from runner.interfaces.rewards import GroupScores, ScoringFailures, unscored_group
+from runner.interfaces.rewards import GroupScores, ScoringFailures, refuse_wrong_scores, unscored_group
 from runner.reward.base import collect_errors, prefix_error_keys, raise_collected, require_components
 from runner.reward.config import FallibleConfig, SumConfig
-from runner.spec.registry import resolve
+from runner.spec.registry import component_source, resolve
 
 Scores = list[float | None]
 ComponentScores = Mapping[str, float | None]
@@ -24,11 +24,13 @@ ComponentScores = Mapping[str, float | None]
 class WeightedSumReward:
     """Σ weight · score over (weight, reward) components; `names` are their names, in order.
 
-    failures: counts groups without a single sum, such as where parts fail on different samples
+    sources: where each is from, for messages; failures: counts groups without a single sum, such as where parts fail on
+    different samples
     """
 
     parts: Sequence[tuple[float, Reward]]
     names: Sequence[str]
+    sources: Sequence[str]
     failures: ScoringFailures
 
     def score(self, groups: Sequence[Sequence[Completion]]) -> list[list[float | None]]:
@@ -59,9 +61,10 @@ class WeightedSumReward:
     def _scores(self, groups: Sequence[Sequence[Completion]]) -> list[list[Scores]]:
         """The scores of each part. Raises one error with those of all parts."""
         found, errors = list[list[Scores]](), list[RunnerError]()
-        for _, reward in self.parts:
+        for (_, reward), source in zip(self.parts, self.sources, strict=True):
             with collect_errors(errors):
                 found.append(reward.score(groups))
+                refuse_wrong_scores(source, found[-1], groups)
         raise_collected(errors)
         return found
 
@@ -87,9 +90,10 @@ def build(config: SumConfig, *, seed: int, **common: Any) -> WeightedSumReward:
                 built.append((part.weight, factory(part.config, seed=derive_seed(seed, "part", i), **common)))
         raise_collected(errors)
     except BaseException:
-        WeightedSumReward(built, (), failures).close()
+        WeightedSumReward(built, (), (), failures).close()
         raise
-    return WeightedSumReward(tuple(built), config.component_metrics(), failures)
+    sources = [component_source(part.config) for part in parts]
+    return WeightedSumReward(tuple(built), config.component_metrics(), sources, failures)
 
 
 def _weighted_sum(weights: Sequence[float], scores: Sequence[float | None]) -> float | None:

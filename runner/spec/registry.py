@@ -7,6 +7,7 @@ A package adds a component by declaring its config class under the entry-point g
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import EntryPoint
@@ -63,6 +64,20 @@ def resolve(path: str) -> Callable[..., Any]:
     """Import `"module:attribute"`, a path that is written in code and never in a config."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+
+
+def source_location(function: Callable[..., Any]) -> str:
+    """File, line and name of a function, for messages."""
+    plain = inspect.unwrap(function)
+    try:
+        return f"{inspect.getsourcefile(plain)}:{inspect.getsourcelines(plain)[1]}, {plain.__qualname__}"
+    except (TypeError, OSError):  # a callable object, or code without a file
+        return repr(plain)
+
+
+def component_source(config: ComponentConfig) -> str:
+    """The name of a component with the place of its factory, for messages."""
+    return f"{config.group}={config.component_name()} ({source_location(resolve(type(config).factory))})"
 
 
 def _load(point: EntryPoint) -> type[ComponentConfig]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -13,16 +16,22 @@ import torch
 from runner.build.components import build_tokenizer
 from runner.build.data import build_data
 from runner.build.result_check import build_component
+from runner.build.rewards import RewardBuilder
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
-from runner.core.errors import SpecError
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.data.config import DemoConfig
 from runner.data.demo import build as build_demo
+from runner.distributed.work_partition import SingleProcess
 from runner.interfaces import EnvironmentFactory, Observation, Prompt, Request, SamplerWrapper
+from runner.interfaces.rewards import GroupScorer, GroupScores, ScoringFailures
+from runner.reward.config import RewardConfig, SumConfig
+from runner.run_dir.folder import RunFolder
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler
 from runner.spec import AdapterConfig, EnvironmentConfig, OptimizerConfig
 from runner.testing.components import build_tiny_model
+from tests.reward.samples import answer
 from tests.reward.test_trial import SMALL
 from tests.small import UNJUDGED
 
@@ -68,6 +77,17 @@ class Data(DemoConfig):
 
 def adapter(config: Any, model: Any, *, decide: Any) -> Any:
     return WAY(model)
+
+
+class Reward(RewardConfig):
+    """A reward, which may be a part of a sum."""
+
+    factory: ClassVar[str] = f"{HERE}:reward"
+    name: Literal["wrong"] = "wrong"
+
+
+def reward(config: Any, **_: Any) -> Any:
+    return GroupScorer(lambda group: WAY(group), ScoringFailures("reward=wrong", 8, ""))
 
 
 def optimizer(config: Any, *, parameters: Mapping[str, Any], decide: Any) -> Any:
@@ -276,6 +296,20 @@ def test_data_give_items_of_the_vocabulary(do: Callable[..., Any], fault: str, w
         build_data(spec, tokenizer, Decisions(), Data(items=64, held_out=8))
     way(lambda made: made)
     assert len(build_data(spec, tokenizer, Decisions(), Data(items=64, held_out=8))) == 64
+
+
+@pytest.mark.parametrize("config", [Reward(), SumConfig(parts=[{"name": "wrong"}])])
+def test_a_reward_gives_each_completion_a_score(config: RewardConfig, way: Way, tmp_path: Path) -> None:
+    way(lambda group: GroupScores([math.nan for _ in group]))
+    world: Any = SimpleNamespace(device=SimpleNamespace(torch_device=torch.device("cpu")))
+    builder = RewardBuilder(None, world, Decisions(), RunFolder(tmp_path))
+    made = builder.build(compose_job(SMALL).spec.model_copy(update={"reward": config}), (), SingleProcess())
+    assert made is not None
+    with pytest.raises(
+        EnvironmentProblem, match=rf"^reward=wrong \({__file__}:\d+, reward\): score\(\) returned \[\[nan"
+    ):
+        made.score([[answer("a")]])
+    made.close()
 
 
 def test_components_of_this_project_are_not_wrapped() -> None:

@@ -118,7 +118,7 @@ def groups(*lengths: Sequence[int]) -> list[list[Completion]]:
 
 def scored(world: ParallelContext) -> tuple[Any, Any, int, str]:
     inner: Any = Length()
-    reward: Any = PartitionedReward(inner, world.rollout_peers)
+    reward: Any = PartitionedReward(inner, world.rollout_peers, "")
     given = groups((1, 2), (3, 4), (), (5, 5))
     found = reward.score(given), reward.score_components(given)
     try:
@@ -151,10 +151,11 @@ def test_a_wrong_number_of_scores_or_no_number_names_the_reward(wrong: Any) -> N
         def score_components(self, groups: Sequence[Sequence[Completion]]) -> tuple[Any, Any]:
             return wrong, [[{}, {}]]
 
-    reward: Any = PartitionedReward(Broken(), SingleProcess())
+    reward: Any = PartitionedReward(Broken(), SingleProcess(), "reward=mine (mine.py:3, build)")
     for score in (reward.score, reward.score_components):
         with pytest.raises(
-            EnvironmentProblem, match=r"Broken\.score returned .*\n  expected a list for each of 1 groups"
+            EnvironmentProblem,
+            match=r"reward=mine \(mine\.py:3, build\): score\(\) returned .*\n  expected a list for each of 1 groups",
         ):
             score(groups((1, 2)))
 
@@ -164,7 +165,10 @@ def test_a_reward_without_parts_has_none_when_it_is_shared() -> None:
         def score(self, groups: Sequence[Sequence[Completion]]) -> Any:
             return [[1.0 for _ in group] for group in groups]
 
-    assert PartitionedReward(Plain(), SingleProcess()).score_components(groups((1, 2))) == ([[1.0, 1.0]], [[{}, {}]])
+    assert PartitionedReward(Plain(), SingleProcess(), "").score_components(groups((1, 2))) == (
+        [[1.0, 1.0]],
+        [[{}, {}]],
+    )
 
 
 class Counter:
