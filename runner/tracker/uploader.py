@@ -43,14 +43,15 @@ RESTARTS = 1
 class UploadLibrary:
     """How a library is installed, and its environment variables in the upload process.
 
-    package: name for pip; api_key_variable: of its API key; reported_variables: reported to have no effect;
-    removed_variables: removed, because they would override the spec; defaults: set unless the user has set them
+    package: name for pip; api_key_variable: of its API key; reported_variables: removed, because they would override
+    the spec, and reported to have no effect; private_variables: removed, too, but set by the library itself; defaults:
+    set unless the user has set them
     """
 
     package: str
     api_key_variable: str
     reported_variables: tuple[str, ...]
-    removed_variables: tuple[str, ...]
+    private_variables: tuple[str, ...] = ()
     defaults: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -58,8 +59,8 @@ LIBRARIES = {
     "wandb": UploadLibrary(
         "wandb",
         "WANDB_API_KEY",
-        ("WANDB_MODE", "WANDB_DISABLED"),
-        ("WANDB_MODE", "WANDB_DISABLED", "WANDB_DIR", "WANDB_RESUME", "WANDB_RUN_ID", "WANDB_SERVICE"),
+        ("WANDB_MODE", "WANDB_DISABLED", "WANDB_DIR", "WANDB_RESUME", "WANDB_RUN_ID"),
+        ("WANDB_SERVICE",),
         # wandb reports errors to its makers, even offline. `wandb sync` reads tables from its data folder: that must be
         # in the run folder, because the home folder may be read-only.
         {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": "{folder}/data"},
@@ -67,7 +68,6 @@ LIBRARIES = {
     "swanlab": UploadLibrary(
         "'posttrain-run[swanlab]'",
         "SWANLAB_API_KEY",
-        ("SWANLAB_MODE",),
         ("SWANLAB_MODE", "SWANLAB_LOG_DIR", "SWANLAB_RESUME", "SWANLAB_RUN_ID", "SWANLAB_RUN_DIR", "SWANLAB_PARALLEL"),
     ),
 }
@@ -91,8 +91,10 @@ def build(
         decide("tracker", config.name, "none", reason)
         return NoTracker()
     for variable in LIBRARIES[config.name].reported_variables:
-        if (value := os.environ.get(variable, config.mode)) != config.mode:
-            decide("tracker.mode", f"{variable}={value}", config.mode, f"the option is used; unset {variable}")
+        is_mode = variable.endswith(("_MODE", "_DISABLED"))
+        feature, own = ("tracker.mode", config.mode) if is_mode else ("tracker", "the run's own")
+        if (value := os.environ.get(variable, own)) != own:
+            decide(feature, f"{variable}={value}", own, f"the variable has no effect; unset {variable}")
     place = folder.root / config.name
     place.mkdir(exist_ok=True)
     chosen = config.model_dump(mode="json", exclude={"name"})
@@ -227,7 +229,8 @@ class UploadTracker:
 def _environment(name: str, folder: Path, mode: str) -> dict[str, str]:
     """The environment without variables that override the spec, and offline without the key."""
     library = LIBRARIES[name]
-    environment = {k: v for k, v in os.environ.items() if k not in library.removed_variables}
+    removed = (*library.reported_variables, *library.private_variables)
+    environment = {k: v for k, v in os.environ.items() if k not in removed}
     if mode == "offline":
         environment.pop(library.api_key_variable, None)
     for variable, value in library.defaults.items():

@@ -423,10 +423,13 @@ def test_a_package_that_cannot_be_imported_does_not_stop_the_run(tmp_path: Path,
 
 
 def test_a_variable_that_contradicts_the_spec_is_named(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
+    for name, value in {"WANDB_MODE": "disabled", "WANDB_DIR": "/elsewhere", "WANDB_RUN_ID": "mine"}.items():
+        monkeypatch.setenv(name, value)
     run = Run(tmp_path / "run")
     run.steps(1, 2)
-    assert "offline instead of WANDB_MODE=disabled" in str(run.decide.entries[0])
+    said = [str(entry).partition(" (")[0] for entry in run.decide.entries]
+    assert said[0] == "tracker.mode: offline instead of WANDB_MODE=disabled"
+    assert [one.partition(" instead of ")[2] for one in said[1:]] == ["WANDB_DIR=/elsewhere", "WANDB_RUN_ID=mine"]
     assert "wandb sync" in run.finish()
 
 

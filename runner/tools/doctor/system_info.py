@@ -301,10 +301,11 @@ def wandb(machine: SystemInfo) -> CheckResult:
     version = machine.version("wandb")
     if version is None:
         return warning("not installed: a run continues without it", "pip install wandb, or tracker=none")
-    overruled = [name for name in ("WANDB_MODE", "WANDB_DISABLED") if name in machine.environment]
+    names = ("WANDB_MODE", "WANDB_DISABLED", "WANDB_DIR", "WANDB_RESUME", "WANDB_RUN_ID")
+    overruled = [name for name in names if name in machine.environment]
     if overruled:
         named = ", ".join(f"{name}={machine.environment[name]}" for name in overruled)
-        return warning(f"{version}; {named} has no effect: a job's tracker.mode is used", f"unset {overruled[0]}")
+        return warning(f"{version}; {named} has no effect: a job's own options are used", f"unset {overruled[0]}")
     home = machine.environment.get("HOME", "/root")
     known = "WANDB_API_KEY" in machine.environment or "api.wandb.ai" in (machine.read(f"{home}/.netrc") or "")
     how = "an API key is set" if known else "no API key: for tracker.mode=online, wandb login"

@@ -407,8 +407,8 @@ MISTAKES = {
         ("shared memory", WARNING, "64 MB", "--shm-size=16g"),
     ),
     "a variable of W&B that the job overrules": (
-        variables(WANDB_MODE="online"),
-        ("W&B", WARNING, "WANDB_MODE=online has no effect", "unset WANDB_MODE"),
+        variables(WANDB_MODE="online", WANDB_DIR="/data"),
+        ("W&B", WARNING, "WANDB_MODE=online, WANDB_DIR=/data has no effect", "unset WANDB_MODE"),
     ),
     "the antlr of math-verify's extra": (
         installed(antlr4_python3_runtime="4.13.2"),
