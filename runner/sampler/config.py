@@ -77,8 +77,8 @@ class VllmSamplerConfig(SamplingConfig):
     max_model_len: int | None = Field(
         default=None,
         ge=2,
-        description="Maximum tokens of prompt and completion, or of an episode; null = what the job needs, for "
-        "episodes of several turns what the model allows.",
+        description="Maximum tokens of prompt and completion, or of an episode; null = what the job needs; "
+        "for episodes of several turns, and in launch.samplers without data.max_length, what the model allows.",
     )
 
     def weights_to_send(self) -> tuple[WeightParts, ...]:
