@@ -50,6 +50,11 @@ class CardFacts:
     samples: Sequence[Mapping[str, Any]] = ()
 
 
+PIPELINE_TAGS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForSequenceClassification": "text-classification",
+}
 CheckFolder = Callable[[Path], object]  # raises for a wrong folder; the text of its result goes into the card
 
 
@@ -61,12 +66,14 @@ def write_export(
     Raises StorageError if it cannot be written or `target` is not a folder, and what `check` raises; `target` is then
     unchanged.
     """
+    from runner.model.auto_class import auto_class_name  # it brings torch
+
     remedy = "; the checkpoints are complete: free space or fix the disk, then type: run export"
     with staged_folder(target, remedy) as new:
         model.save(new)
         found = check(new) if check is not None else None
         base_weights = model.base_fingerprint.get("weights") if is_adapter(new) else None
-        write_card(new, spec, facts, found, base_weights)
+        write_card(new, spec, facts, found, base_weights, auto_class_name(model.inner))
     return found
 
 
@@ -98,11 +105,17 @@ def _open_to_readers(staging: Path) -> None:
 
 
 def write_card(
-    export: Path, spec: JobSpec, facts: CardFacts, check: object = None, base_weights: str | None = None
+    export: Path,
+    spec: JobSpec,
+    facts: CardFacts,
+    check: object = None,
+    base_weights: str | None = None,
+    auto_class: str = "AutoModelForCausalLM",
 ) -> None:
     """Write README.md into an export: how it was trained and how to load it, without local paths.
 
-    base_weights: the digest of a local base's weights, which an adapter's card records
+    base_weights: the digest of a local base's weights, which an adapter's card records; auto_class: see
+    `write_card_text`
     """
     source, data = spec.model.source, spec.data.source
     base = adapter_base(source) if source and is_adapter(source) else source
@@ -123,7 +136,7 @@ def write_card(
     parts = ["## Samples", *map(_sample_text, facts.samples)] if facts.samples else []
     if check is not None:
         parts += ["## Check", f"This folder was compared with the run that wrote it: {check}."]
-    write_card_text(export, spec.name, head, rows, parts)
+    write_card_text(export, spec.name, auto_class, head, rows, parts)
 
 
 def card_facts(export: Path, style: PromptStyle, base_weights: str | None, quantization: str | None) -> dict[str, str]:
@@ -134,13 +147,27 @@ def card_facts(export: Path, style: PromptStyle, base_weights: str | None, quant
 
 
 def write_card_text(
-    export: Path, title: str, head: Mapping[str, object], rows: Sequence[tuple[str, str]], parts: Sequence[str] = ()
+    export: Path,
+    title: str,
+    auto_class: str,
+    head: Mapping[str, object],
+    rows: Sequence[tuple[str, str]],
+    parts: Sequence[str] = (),
 ) -> None:
-    """Write README.md: its head, a table of facts, how to load the folder, and more parts."""
+    """Write README.md: its head, a table of facts, how to load the folder, and more parts.
+
+    auto_class: of transformers, which loads the model, or the base of an adapter
+    """
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    own = {"library_name": "peft" if is_adapter(export) else "transformers", "pipeline_tag": "text-generation"}
+    own = {"library_name": "peft" if is_adapter(export) else "transformers", "pipeline_tag": PIPELINE_TAGS[auto_class]}
     front = yaml.safe_dump({**own, **head}, sort_keys=False)
-    shown = [f"# {title}", f"| | |\n| --- | --- |\n{table}", "## How to load it", _loading_code(export), *parts]
+    shown = [
+        f"# {title}",
+        f"| | |\n| --- | --- |\n{table}",
+        "## How to load it",
+        _loading_code(export, auto_class),
+        *parts,
+    ]
     text = f"---\n{front}---\n\n" + "\n\n".join(shown) + "\n"
     (export / MODEL_CARD).write_text(text, encoding="utf-8")
 
@@ -150,25 +177,29 @@ def public_name(source: str) -> str:
     return source if not Path(source).is_absolute() and not Path(source).exists() else f"{Path(source).name} (local)"
 
 
-def _loading_code(export: Path) -> str:
+def _loading_code(export: Path, auto_class: str) -> str:
     """Python code that loads the exported folder."""
-    library, kind = "transformers", "AutoModelForCausalLM"
-    if is_adapter(export):
-        library, kind = "peft", "AutoPeftModelForCausalLM"
-    elif "ForSequenceClassification" in (config := (export / "config.json").read_text(encoding="utf-8")):
-        kind = "AutoModelForSequenceClassification"
-    elif '"vision_config"' in config:
-        kind = "AutoModelForImageTextToText"
+    ends = is_adapter(export) and (export / "generation_config.json").is_file()
     lines = [
-        f"from {library} import {kind}",
-        "from transformers import AutoTokenizer",
+        f"from transformers import {auto_class}, AutoTokenizer{', GenerationConfig' if ends else ''}",
         "",
         'folder = "."  # this folder, or its id on the hub',
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        f"model = {kind}.from_pretrained(folder)",
     ]
-    if is_adapter(export) and (export / "generation_config.json").is_file():
-        lines[1] = "from transformers import AutoTokenizer, GenerationConfig"
+    if is_adapter(export):
+        options = ", num_labels=1" if auto_class == "AutoModelForSequenceClassification" else ""
+        lines = [
+            "from peft import PeftConfig, PeftModel",
+            *lines,
+            "config = PeftConfig.from_pretrained(folder)  # which names the base",
+            f"base = {auto_class}.from_pretrained(",
+            f"    config.base_model_name_or_path, revision=config.revision{options}",
+            ")",
+            "model = PeftModel.from_pretrained(base, folder)",
+        ]
+    else:
+        lines.append(f"model = {auto_class}.from_pretrained(folder)")
+    if ends:
         lines.append("model.generation_config = GenerationConfig.from_pretrained(folder)  # the end tokens")
     return "```python\n" + "\n".join(lines) + "\n```"
 

@@ -73,19 +73,18 @@ def check_export(
     data type's rounding.
     """
     asked: list[tuple[str, Path | None]] = [(prompt, None) for prompt in prompts]
-    if is_adapter(folder) and any(isinstance(p, QuantizedWeight) for p in model.module.parameters()):
-        with tempfile.TemporaryDirectory() as base:
-            _write_dequantized_base(model, Path(base))
-            return _compare_answers(model, folder, asked, style, other, base)
-    reader = images_of(model.tokenizer)
+    reader, base = images_of(model.tokenizer), None
     has_processor = style == "chat" and (folder / "preprocessor_config.json").is_file()
-    # Readers without merge_size count tokens by code of their own.
-    if reader is None or not has_processor or "merge_size" not in reader.how:
-        return _compare_answers(model, folder, asked, style, other)
     with tempfile.TemporaryDirectory() as temporary:
-        image = Path(temporary, "image.png")
-        image.write_bytes(_draw_image())
-        return _compare_answers(model, folder, [*asked, (IMAGE_PROMPT, image)], style, other)
+        # Readers without merge_size count tokens by code of their own.
+        if reader is not None and has_processor and "merge_size" in reader.how:
+            image = Path(temporary, "image.png")
+            image.write_bytes(_draw_image())
+            asked.append((IMAGE_PROMPT, image))
+        if is_adapter(folder) and any(isinstance(p, QuantizedWeight) for p in model.module.parameters()):
+            base = str(Path(temporary, "base"))
+            _write_dequantized_base(model, Path(base))
+        return _compare_answers(model, folder, asked, style, other, base)
 
 
 def _write_dequantized_base(model: GenerativeModel, folder: Path) -> None:

@@ -34,14 +34,18 @@ from transformers import (  # noqa: E402
 
 def load(folder: Path, base: str | None, dtype: str) -> Any:
     """The folder's model in evaluation mode; an adapter with its base."""
-    kind: Any = AutoModelForCausalLM
-    if (folder / "config.json").is_file() and hasattr(AutoConfig.from_pretrained(folder), "vision_config"):
-        kind = AutoModelForImageTextToText
-    if (folder / "adapter_config.json").is_file() and base is None:
-        from peft import AutoPeftModelForCausalLM as kind
+    is_adapter, revision = (folder / "adapter_config.json").is_file(), None
+    if is_adapter and base is None:
+        from peft import PeftConfig
+
+        config = PeftConfig.from_pretrained(str(folder))
+        base, revision = config.base_model_name_or_path, config.revision
+    source: Any = base or folder
+    has_vision = hasattr(AutoConfig.from_pretrained(source, revision=revision), "vision_config")
+    kind = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     name = "dtype" if version("transformers") >= "5" else "torch_dtype"  # releases before 4.56 know the second alone
-    model = kind.from_pretrained(base or folder, **{name: getattr(torch, dtype)}).eval()
-    if base is not None:
+    model = kind.from_pretrained(source, revision=revision, **{name: getattr(torch, dtype)}).eval()
+    if is_adapter:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, folder).eval()
@@ -78,7 +82,8 @@ def image_inputs(model: Any, tokenizer: Any, folder: Path, text: str, image: str
 
 def with_kinds(model: Any, ids: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a forward; newer models are told which ids are of images."""
-    known = inspect.signature(model.forward).parameters
+    plain = model.get_base_model() if hasattr(model, "peft_config") else model
+    known = inspect.signature(plain.forward).parameters
     kinds = {"mm_token_type_ids": (ids == model.config.image_token_id).long()} if "mm_token_type_ids" in known else {}
     return {"input_ids": ids, **values, **(kinds if values else {})}
 

@@ -143,7 +143,7 @@ def combine_adapters(
     how: peft's combination type; weights: one per adapter; density: for ties and dare. Raises EnvironmentProblem if
     peft cannot combine them, also where it leaves some of their tensors out without an error.
     """
-    from runner.model.export import write_model, write_tokenizer  # they bring torch
+    from runner.model.export import write_image_processor, write_model, write_tokenizer  # they bring torch
 
     folders = [Path(adapter.path) for adapter in source.adapters]
     if len({says_plain_text(folder) for folder in folders}) > 1:
@@ -162,6 +162,7 @@ def combine_adapters(
                 shutil.move(path, new / path.name)
             (new / active).rmdir()
             write_tokenizer(new, loaded.tokenizer)
+            write_image_processor(loaded.model.weights_source, new, loaded.tokenizer)
         _write_adapters_card(new, source, loaded, weights, how)
 
 
@@ -190,13 +191,15 @@ def _write_adapters_card(
     folder: Path, source: ModelSource, loaded: LoadedModel, weights: Sequence[float], how: str | None
 ) -> None:
     """Write a card with what those of the adapters record for later commands."""
+    from runner.model.auto_class import auto_class_name  # it brings torch
+
     recorded = base_quantization(source.adapters[0].path)
     base = loaded.model.base_fingerprint.get("weights") if is_adapter(folder) else None
     head: dict[str, object] = {"base_model": source.path} if source.kind == "hub" else {}
     head |= card_facts(folder, loaded.prompt_style, base, recorded)
     names = ", ".join(f"{one.name} × {weight:g}" for one, weight in zip(source.adapters, weights, strict=True))
     rows = [("base model", public_name(source.path)), ("adapters", names), *([("combined by", how)] if how else [])]
-    write_card_text(folder, folder.name, head, rows)
+    write_card_text(folder, folder.name, auto_class_name(loaded.model.inner), head, rows)
 
 
 def push(folder: Path, target: str) -> str:

@@ -27,6 +27,12 @@ def auto_class(architecture: Any, head: Head) -> Any:
     return AutoModelForImageTextToText if is_image_text(architecture) else AutoModelForCausalLM
 
 
+def auto_class_name(module: Any) -> str:
+    """The name of the class that loads a transformers module that was saved."""
+    name: str = auto_class(module.config, "scalar" if hasattr(module, "score") else "lm").__name__
+    return name
+
+
 def is_image_text(architecture: Any) -> bool:
     """Whether a transformers config is of a model with a vision part."""
     return type(architecture) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and hasattr(architecture, "vision_config")

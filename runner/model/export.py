@@ -92,12 +92,8 @@ def write_image_processor(source: WeightsSource, folder: Path, tokenizer: Any) -
         images.save(folder)
 
 
-def copy_unread(source: WeightsSource, folder: Path, tokenizer: Any) -> None:
-    """Copy what an export needs of the folder that the model came from, and that the model does not have.
-
-    These are the files of its image processor, and tensors that the architecture does not have, byte for byte.
-    """
-    write_image_processor(source, folder, tokenizer)
+def copy_unread(source: WeightsSource, folder: Path) -> None:
+    """Copy the tensors of the folder that the model came from which the architecture lacks, byte for byte."""
     names = source.unread
     found: dict[str, Tensor] = {}
     for shard in sorted(source.files.glob("*.safetensors")) if source.files and names else ():

@@ -101,12 +101,10 @@ def image_reader(
     if not is_image_text(found):
         return None
     weights = find_weights(config)
-    load = partial(
-        load_image_processor,
-        *(weights.path, weights.revision, found, tokenizer),
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
-    )
+    path, revision = weights.path, weights.revision
+    if weights.adapter is not None and (weights.adapter / "preprocessor_config.json").is_file():
+        path, revision = str(weights.adapter), None  # which has the limits of pixels of its training
+    load = partial(load_image_processor, path, revision, found, tokenizer, min_pixels=min_pixels, max_pixels=max_pixels)
     return FileImageReader(load)
 
 

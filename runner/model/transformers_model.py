@@ -290,8 +290,9 @@ class TransformersModel(SharedByAdapters, WithRouters):
             if folder is not None:
                 num_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
                 export.write_tokenizer_and_verify(folder, self.tokenizer, num_trained)
+                export.write_image_processor(self.weights_source, folder, self.tokenizer)
                 if self.merges or self.module is self.inner:
-                    export.copy_unread(self.weights_source, folder, self.tokenizer)
+                    export.copy_unread(self.weights_source, folder)
 
     def hf_tensors(
         self, subset: WeightSubset, *, keep: bool = True, dtype: torch.dtype | None = None

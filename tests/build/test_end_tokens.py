@@ -41,6 +41,8 @@ def test_a_base_model_that_learns_a_chat_template_stops_at_the_end_of_a_turn(ada
     assert any(str(d).startswith(f"generation_config.eos_token_id: [{end}, {eos}]") for d in decide.entries)
     model.save(Path("export"))
     assert GenerationConfig.from_pretrained("export").eos_token_id == [end, eos]
-    assert ("model.generation_config = " in _loading_code(Path("export"))) is (adapter == "lora")
+    assert ("model.generation_config = " in _loading_code(Path("export"), "AutoModelForCausalLM")) is (
+        adapter == "lora"
+    )
     served = load_source(parse_source("export", base="base" if adapter == "lora" else None)).model
     assert served.limits().stop_token_ids == {eos, end}

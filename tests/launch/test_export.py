@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import StorageError
@@ -23,6 +25,8 @@ SPEC = compose_job(["+recipe=sft_demo"]).spec
 
 class Toy:
     """A model of one number; `fault` is raised in the middle of its writing."""
+
+    inner = SimpleNamespace(config=Qwen2Config())
 
     def __init__(self, value: float, fault: Exception | None = None) -> None:
         self.value, self.fault = value, fault

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +15,18 @@ from safetensors.torch import load_file, save_file
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
+from runner.build.components import build_device, build_model, build_tokenizer
+from runner.cli.job_builder import compose_job
 from runner.cli.main import main
 from runner.core.auto_choices import Decisions
 from runner.core.errors import ParityError
 from runner.data.config import ChatConfig
 from runner.inference.model_source import load_source, parse_source
-from runner.launch.export_check import _compare_answers, check_export, run_prompts
+from runner.launch.export import CardFacts, write_export
+from runner.launch.export_check import ExportCheck, _compare_answers, check_export, run_prompts
 from runner.model import hf
 from runner.model.config import HfConfig
+from runner.model.hf import image_reader
 from runner.model.model_folder import base_quantization, says_plain_text
 from runner.model.tiny import byte_tokenizer
 from runner.run_dir.folder import RunFolder
@@ -205,3 +210,40 @@ def test_an_image_is_asked_about_and_another_image_processor_is_noticed(tmp_path
     file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0.1, 0.1, 0.1]}))
     with pytest.raises(ParityError, match=r"completion of 'What is in the picture\?' differ by"):
         check_export(model, folder, [], "chat")
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm", "tag"),
+    [("qwen2_5_vl", "sft", "image-text-to-text"), ("qwen3", "rm", "text-classification")],
+)
+def test_an_adapter_is_loaded_by_the_class_of_its_base_and_task(
+    kind: str, algorithm: str, tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = write_folder(kind, tmp_path / "base") if "vl" in kind else write_base(tmp_path / "base")
+    words = ["model=hf", f"model.path={base}", "adapter=lora", "device=cpu", f"algorithm={algorithm}"]
+    spec = compose_job([*words, "data=file", "data.path=rows.jsonl", "data.max_pixels=512"]).spec
+    decide = Decisions()
+    head = next(iter(spec.algorithm.trained_models().values()))
+    model = build_model(spec, build_tokenizer(spec, decide), build_device(spec, decide), decide, head)
+    for parameter in model.trainable().values():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.eval()
+    export = tmp_path / "export"
+    check = partial(check_export, model, prompts=["hello"], style="chat") if "vl" in kind else None
+    found = write_export(model, export, spec, CardFacts(1, {}), check)
+    assert isinstance(found, ExportCheck) is ("vl" in kind) and (not found or found.num_prompts == 2)
+    card = (export / "README.md").read_text()
+    assert f"pipeline_tag: {tag}\n" in card
+    monkeypatch.chdir(export)
+    exec(card.split("```python\n")[1].split("```")[0], scope := dict[str, Any]())
+    assert type(scope["base"]) is type(model.inner)
+    loaded, own = dict(scope["model"].named_parameters()), dict(model.module.named_parameters())
+    assert all(torch.equal(loaded[name], parameter) for name, parameter in own.items() if parameter.requires_grad)
+    if found:
+        settings = json.loads((export / "preprocessor_config.json").read_text())
+        reader = image_reader(HfConfig(path=str(export)), model.tokenizer)
+        assert settings["size"]["longest_edge"] == 512 and reader is not None and '"longest_edge": 512' in reader.how
+        both, sum_of = ["--adapter", str(export), "--adapter", f"b={export}"], tmp_path / "sum"
+        assert main(["export", str(base), *both, "--combine", "linear", "--out", str(sum_of), "device=cpu"]) == 0
+        assert "AutoModelForImageTextToText" in (sum_of / "README.md").read_text()
+        assert json.loads((sum_of / "preprocessor_config.json").read_text())["size"]["longest_edge"] == 512
