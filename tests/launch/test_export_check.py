@@ -22,14 +22,16 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import ParityError
 from runner.data.config import ChatConfig
 from runner.inference.model_source import load_source, parse_source
+from runner.launch import export_check
 from runner.launch.export import CardFacts, write_export
-from runner.launch.export_check import ExportCheck, _compare_answers, check_export, run_prompts
+from runner.launch.export_check import ExportCheck, _compare_answers, _own_answers, check_export, run_prompts
 from runner.model import hf
 from runner.model.config import HfConfig
 from runner.model.hf import image_reader
 from runner.model.model_folder import base_quantization, says_plain_text
 from runner.model.tiny import byte_tokenizer
 from runner.run_dir.folder import RunFolder
+from runner.spec.base import Dtype
 from tests.inference.model_folders import write_adapter, write_base
 from tests.model.vision_zoo import write_folder
 from tests.model.zoo import CPU
@@ -103,6 +105,28 @@ def test_an_adapter_is_compared_on_the_dequantized_base_that_it_was_trained_on(f
     assert check_export(model, tmp_path / "adapter", PROMPTS, "chat").max_logprob_diff < 1e-4
     with pytest.raises(ParityError, match="log-probabilities of the completion"):
         _compare_answers(model, tmp_path / "adapter", [(one, None) for one in PROMPTS], "chat", None)  # on its own base
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_other_greedy_tokens_are_counted_in_bfloat16_and_refused_in_float32(
+    dtype: Dtype, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = HfConfig(path=str(folders / "base"), dtype=dtype)
+    model: Any = hf.build(config, tokenizer=hf.tokenizer(config), device=CPU, seed=0, decide=Decisions())
+    asked: list[tuple[str, Path | None]] = [(prompt, None) for prompt in PROMPTS]
+    names = ("prompt_ids", "greedy_ids", "logprobs")
+    found = [dict(zip(names, one, strict=True)) for one in zip(*_own_answers(model, asked, "chat"), strict=True)]
+    found[1]["greedy_ids"] = [0]
+    (tmp_path / "found.json").write_text(json.dumps({"stack": "another", "answers": found}))
+    probe = tmp_path / "probe.py"  # which answers like a folder whose rounding chose another token
+    probe.write_text("from pathlib import Path; input(); print(Path(__file__).with_name('found.json').read_text())")
+    monkeypatch.setattr(export_check, "PROBE", probe)
+    if dtype == "float32":
+        with pytest.raises(ParityError, match="the greedy completion of 'hello' has other tokens"):
+            check_export(model, folders / "base", PROMPTS, "chat")
+    else:
+        text = str(check_export(model, folders / "base", PROMPTS, "chat"))
+        assert ": 1 of 2 greedy completions are the same, log-probabilities within 0.0e+00 (another)" in text
 
 
 def test_the_runs_own_prompts_are_asked(tmp_path: Path) -> None:
