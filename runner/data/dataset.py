@@ -45,7 +45,7 @@ from runner.spec.base import ItemKind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 10  # raise it when the files are laid out or summed up in another way, so that no old cache is used
+FORMAT = 11  # raise it when the files are laid out or summed up in another way, so that no old cache is used
 IDS = pa.list_(pa.int32())
 ROWS = pa.schema(
     [

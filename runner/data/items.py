@@ -147,10 +147,14 @@ class LengthLimit:
             problems.add_fault(example.place, f"{alone.longest} tokens, above {self}")
         else:
             problems.extend(faults)
+        if self.rule == "skip" and alone.overlong:  # the whole row, and not its long branches alone
+            rows = []
         tally.count_row(alone.longest)
         tally.overlong += alone.overlong > 0
-        tally.left_out += alone.left_out > 0
-        tally.cut_tokens += alone.cut_tokens
+        tally.left_out += alone.overlong > 0 and not rows
+        tally.cut_tokens += sum(max(len(row.ids) - self.most, 0) for row in example.rows) if rows else 0
+        if not rows:
+            return
         tally.branched += 1
         tally.plain_tokens += len(example.rows[-1].ids)
         groups: list[list[EncodedExample]] = []

@@ -210,5 +210,10 @@ def test_a_row_of_a_conversation_that_is_too_long_follows_the_rule() -> None:
         "one problem for all branches"
     )
     tally = TruncationCounts()
-    assert len(list(LengthLimit(15, "skip").apply(turns(3, 9), tally, Problems("data.path", "a")))) == 1
-    assert (tally.overlong, tally.left_out) == (1, 1)
+    assert not list(LengthLimit(15, "skip").apply(turns(3, 9), tally, Problems("data.path", "a")))
+    assert LengthLimit(15, "skip").report(tally) == "1 of 1 rows were longer than data.max_length=15: left out"
+    assert not tally.branches_text()
+    tally, cut = TruncationCounts(), LengthLimit(15, "truncate_right")
+    late = EncodedExample(HERE, list(range(18)), [0] * 15 + [1] * 3, (15, 18))  # its answer is cut off entirely
+    assert len(list(cut.apply(EncodedRows([*turns(3).rows, late]), tally, Problems("data.path", "a")))) == 1
+    assert cut.report(tally) == "1 of 1 rows were longer than data.max_length=15: truncated by 3 tokens in total"
