@@ -178,3 +178,9 @@ def site_fault(
     except (OSError, ClientError, ValueError) as error:
         return f"{url} cannot be reached ({failure_reason(error)})"
     return None
+
+
+def modelscope_site(environment: Mapping[str, str]) -> str:
+    """The address of ModelScope, from the variables that its package reads."""
+    site = environment.get("MODELSCOPE_ENDPOINT") or environment.get("MODELSCOPE_DOMAIN") or "www.modelscope.cn"
+    return site if "://" in site else f"https://{site}"

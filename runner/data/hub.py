@@ -13,7 +13,7 @@ from typing import Any
 import datasets  # type: ignore[import-untyped]
 
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.core.http_client import site_fault
+from runner.core.http_client import modelscope_site, site_fault
 from runner.core.untrusted_text import without_nulls
 from runner.data.cache_files import file_digest
 from runner.data.config import HubConfig, ModelScopeConfig, RemoteConfig
@@ -117,7 +117,7 @@ def fetch_modelscope(path: str, revision: str | None, key: str) -> str:
     except ImportError as error:
         text = "data=modelscope needs the package modelscope: pip install 'posttrain-run[modelscope]'"
         raise EnvironmentProblem(text) from error
-    site = os.environ.get("MODELSCOPE_ENDPOINT") or "https://www.modelscope.cn"
+    site = modelscope_site(os.environ)
     download = f"modelscope download --dataset {path} --local_dir {path.rpartition('/')[2]}"
     hint = f"{download}  # where it can be reached; then copy the folder, and type data=file data.path=FOLDER"
     if fault := site_fault(site, ANSWER_S, os.environ):

@@ -23,12 +23,14 @@ from runner.core.errors import CheckpointError, EnvironmentProblem, Problem, Spe
 from runner.data.config import ChatConfig
 from runner.device.process_setup import load_torch, set_environment
 from runner.model.model_folder import (
+    MODELSCOPE,
     adapter_base,
     base_quantization,
     check,
     check_adapter_base,
     check_model_folder,
     exported_step,
+    fetch_modelscope,
     is_adapter,
     is_cached,
     is_hub_id,
@@ -47,7 +49,6 @@ if TYPE_CHECKING:  # it brings torch, which may be broken
     from runner.interfaces import GenerativeModel, TrainableModel
     from runner.model.transformers_model import TransformersModel
 
-MODELSCOPE = "modelscope:"
 SETTABLE = ("device", "model.path", "model.base", "model.dtype", "model.trust_remote_code")  # of a run's spec
 Checkpoint = int | Literal["best", "last"]
 
@@ -205,16 +206,7 @@ def fetch_source(source: ModelSource) -> ModelSource:
         check(source.path)
     if source.kind != "modelscope":
         return source
-    try:
-        from modelscope import snapshot_download
-    except ImportError as error:
-        text = f"{MODELSCOPE}{source.path} needs the package modelscope: pip install 'posttrain-run[modelscope]'"
-        raise EnvironmentProblem(text) from error
-    try:
-        folder = snapshot_download(source.path)
-    except Exception as error:  # modelscope's own, requests', OSError
-        raise EnvironmentProblem(f"{MODELSCOPE}{source.path} cannot be downloaded: {error}") from error
-    return replace(source, kind="folder", path=str(folder))
+    return replace(source, kind="folder", path=fetch_modelscope(source.path))
 
 
 def load_source(

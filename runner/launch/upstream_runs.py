@@ -38,11 +38,19 @@ from runner.core.fsync_io import storage_errors
 from runner.core.rank_info import without_rank_variables
 from runner.core.signals import SignalRecorder, signal_name
 from runner.core.subprocess import ChildProcess
-from runner.inference.model_source import MODELSCOPE, resolve_model_path
+from runner.inference.model_source import resolve_model_path
 from runner.launch.run_records import TRUST_REMOTE_CODE, UPSTREAM_RUN, is_upstream_run
 from runner.launch.slurm.commands import count_stage
 from runner.launch.slurm.srun_task import handle_slurm_signals
-from runner.model.model_folder import TOKENIZERS, adapter_base, check_model_folder, has_tokenizer, is_adapter, is_hub_id
+from runner.model.model_folder import (
+    MODELSCOPE,
+    TOKENIZERS,
+    adapter_base,
+    check_model_folder,
+    has_tokenizer,
+    is_adapter,
+    is_hub_id,
+)
 from runner.run_dir.folder import OUTPUTS, RunFolder, display_path, read_mapping
 from runner.run_dir.manifest import LIBRARIES, fingerprint
 from runner.run_dir.user_files import imported_files

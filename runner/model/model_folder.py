@@ -21,6 +21,7 @@ from runner.core.untrusted_text import parse_json
 if TYPE_CHECKING:  # it brings torch
     from runner.interfaces import Decide
 
+MODELSCOPE = "modelscope:"  # before the id of a model of ModelScope
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MODEL_CARD = "README.md"
@@ -328,6 +329,25 @@ def check(path: str, key: str = "") -> None:
         raise EnvironmentProblem(
             f"{text}\n  {fetch}  # on a machine that reaches the hub; then copy the folder, and type {then}"
         )
+
+
+def fetch_modelscope(path: str) -> str:
+    """The folder that a model of ModelScope is downloaded to. Raises EnvironmentProblem."""
+    try:
+        from modelscope import snapshot_download
+    except ImportError as error:
+        text = f"{MODELSCOPE}{path} needs the package modelscope: pip install 'posttrain-run[modelscope]'"
+        raise EnvironmentProblem(text) from error
+    from runner.core.http_client import modelscope_site, site_fault
+
+    hint = f"modelscope download --model {path} --local_dir {path.rpartition('/')[2]}"
+    hint += "  # on a machine that reaches it; then copy the folder, and type that folder"
+    if fault := site_fault(modelscope_site(os.environ), ANSWER_S, os.environ):
+        raise EnvironmentProblem(f"{MODELSCOPE}{path}: {fault}\n  {hint}")
+    try:
+        return str(snapshot_download(path))
+    except Exception as error:  # modelscope's own, requests', OSError
+        raise EnvironmentProblem(f"{MODELSCOPE}{path} cannot be downloaded: {error}\n  {hint}") from error
 
 
 def is_hub_id(path: str) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -143,18 +145,22 @@ def test_words_that_mean_no_model_are_answered(folders: Path, tmp_path: Path, mo
         parse_source(str(folders / "base"), adapters=["trainer"])
 
 
+@pytest.mark.parametrize(
+    ("variable", "name"), [("HF_ENDPOINT", "owner/name"), ("MODELSCOPE_ENDPOINT", "modelscope:owner/name")]
+)
 def test_a_hub_that_accepts_and_never_answers_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variable: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setitem(sys.modules, "modelscope", SimpleNamespace(snapshot_download=lambda path: time.sleep(60)))
     with socket.create_server(("127.0.0.1", 0)) as server:
         held: list[socket.socket] = []
         threading.Thread(target=lambda: held.append(server.accept()[0]), daemon=True).start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr("runner.model.model_folder.ANSWER_S", 0.2)
-        for name in ("HF_HUB_OFFLINE", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
-            monkeypatch.delenv(name, raising=False)
+        for unset in ("HF_HUB_OFFLINE", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.delenv(unset, raising=False)
         begun = time.monotonic()
-        code, _, err = in_process(["infer", "owner/name", "hi"], capsys)
+        code, _, err = in_process(["infer", name, "hi"], capsys)
         assert (code, time.monotonic() - begun < 20) == (2, True) and "does not respond within 0.2 s" in err
         for accepted in held:
             accepted.close()
