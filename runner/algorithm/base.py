@@ -80,6 +80,10 @@ class AlgorithmConfig(ComponentConfig):
         unset = {name for name in loss_registry.plug_in_options(type(self)) if data.get(name) is None}
         return {name: value for name, value in data.items() if name not in unset}
 
+    def uses_margin(self) -> bool:
+        """Whether it uses the column `margin` of pairs."""
+        return False
+
     def trained_models(self) -> dict[str, Head]:
         """The models that learn, by role; the first one is what a run makes."""
         return {"policy": "lm"}

@@ -279,7 +279,7 @@ class TokenizedData:
     fingerprint: str
     prompt_style: PromptStyle  # chat where any source has messages
     tokenizer: PreTrainedTokenizerBase
-    columns: frozenset[str]  # those that rewards see in any row
+    columns: frozenset[str]  # those that rewards see in any row; of pairs, the optional ones
     longest: int  # tokens of the longest item, held-out ones too
     evaluation: HeldOut | None = None
 

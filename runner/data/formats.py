@@ -143,8 +143,9 @@ class Format:
 class FormatCheck:
     """Detects the format from the first row and holds the others to it.
 
-    ignored: columns that are not read; reward_columns: those that rewards (held out: environments) see;
-    converted: those that a conversion made messages of; unread: keys of messages, and columns, that nothing reads;
+    ignored: columns that are not read; reward_columns: those that rewards (held out: environments) see, or that some
+    algorithms read; converted: those that a conversion made messages of; unread: keys of messages, and columns, that
+    nothing reads;
     num_identical_pairs: pairs left out because their answers are the same;
     num_several_turns: rows whose answers are more than one message
     """
@@ -211,9 +212,9 @@ class FormatCheck:
     def _select_columns(self, form: Format, row: Row) -> Row:
         """The row as it is parsed; notes which of its columns are not."""
         if self.reading not in ("prompts", "questions"):
-            of_chat = ("tools", *VARIABLE_COLUMNS) if form.chat else ()
-            used = {*form.columns, *of_chat, *OPTIONAL.get(self.reading, ())}
-            self.ignored |= row.value.keys() - used
+            of_chat, optional = ("tools", *VARIABLE_COLUMNS) if form.chat else (), OPTIONAL.get(self.reading, ())
+            self.ignored |= row.value.keys() - {*form.columns, *of_chat, *optional}
+            self.reward_columns |= row.value.keys() & {*optional}
             return row
         known = {name: value for name, value in row.value.items() if name in form.columns or is_json(value)}
         self.ignored |= row.value.keys() - known.keys()

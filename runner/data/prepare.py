@@ -252,7 +252,7 @@ class SourcePreparation:
             self.decide.record_fact(
                 "data.rename_columns", ignored, f"{where}: the format {summary['format']} does not use them"
             )
-        if summary["given"]:
+        if summary["given"] and seen_by:
             untrained = "; the completion is not trained on" if "completion" in summary["given"] else ""
             self.decide.record_fact(
                 "data.rename_columns", f"for {seen_by}: {', '.join(summary['given'])}", f"{where}{untrained}"

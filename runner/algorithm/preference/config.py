@@ -111,3 +111,6 @@ class RmConfig(AlgorithmConfig):
 
     def trained_models(self) -> dict[str, Head]:
         return {"reward_model": "scalar"}
+
+    def uses_margin(self) -> bool:
+        return self.use_margin
