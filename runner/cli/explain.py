@@ -127,11 +127,13 @@ def _owner(section: str, now: JobDraft, registry: Registry) -> type[BaseModel] |
 
 
 def _section(section: str, owner: type[BaseModel] | None, now: JobDraft, names: Sequence[str]) -> None:
+    is_component = issubclass(owner or ComponentConfig, ComponentConfig)  # names of a section are sets to add to it
     if owner is not None:
-        chosen = f"={now.data[section]['name']}" if names and section != CALLBACKS else ""
+        chosen = f"={now.data[section]['name']}" if names and is_component and section != CALLBACKS else ""
         print_text(f"{section}{chosen}: {' '.join((owner.__doc__ or '').split())}")
     if names:
-        print_text(f"  choose with {section}=NAME: {', '.join(names)}")
+        word = f"{section}=NAME" if is_component or section == CALLBACKS else f"+{section}=[NAME]"
+        print_text(f"  choose with {word}: {', '.join(names)}")
     for name, info in owner.model_fields.items() if owner else ():
         if name != "name" or not issubclass(owner or JobSpec, ComponentConfig):
             value = _now(f"{section}.{name}", info, now)

@@ -34,7 +34,9 @@ from runner.core.errors import DataError, EnvironmentProblem
 from runner.core.package import conf_dir
 
 ROOT = Path(runner.__file__).resolve().parent.parent
-DATA = ", ".join(sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml")))
+DATA, SETS = (
+    ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))) for group in ("data", "evaluation")
+)
 HEAVY = {"torch", "transformers", "datasets", "peft", "wandb", "numpy", "rich"}
 
 
@@ -424,6 +426,7 @@ def test_schema_is_json_that_discriminates_by_name(capsys: pytest.CaptureFixture
         (["steps", "steps=300"], ["unit     steps", "now      300"]),
         (["adapter.rank"], ["now      not used: an option of adapter=lora", "default  16"]),
         (["data.path", "data=file"], ["default  none: it must be set", "now      ???"]),
+        (["evaluation"], [f"  choose with +evaluation=[NAME]: {SETS}", "  evaluation.every=50"]),
         (["evaluation.every"], ["unit     steps", "range    at least 0"]),
         (["optimizer", "optimizer=sgd"], ["optimizer=sgd: Stochastic gradient descent.", "  optimizer.momentum=0.0"]),
         (["data=file"], [f"  choose with data=NAME: {DATA}", "  data.path=???"]),
