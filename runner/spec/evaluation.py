@@ -92,7 +92,7 @@ class EvaluationConfig(AnswersConfig):
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        found = self.answer_problems("evaluation")
+        found = [*self._unused_problems(job), *self.answer_problems("evaluation")]
         if self.sets and not self.every:
             found.append(("evaluation.sets", "not evaluated, because evaluation.every=0; leave one of them out"))
         for name, given in self.sets.items():
@@ -101,6 +101,21 @@ class EvaluationConfig(AnswersConfig):
         from runner.spec.metric_check import required_metric_problems
 
         return found or list(required_metric_problems(job))
+
+    def _unused_problems(self, job: Any) -> list[tuple[str, str]]:
+        """Options of completions where the job's own rows have none; sets share only batch_size.
+
+        max_new_tokens stays: a limit that nothing reaches, which recipes set for every algorithm.
+        """
+        if not self.every or not has_loss_alone(job):
+            return []
+        why = f"changes nothing: held-out rows of algorithm={job.algorithm.name} have a loss, but no completions"
+        found = []
+        for name in ("samples", "temperature", "pass_threshold", *([] if self.sets else ["batch_size"])):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                way = f"; for a set, type evaluation.sets.NAME.{name}=…" if self.sets else ""
+                found.append((f"evaluation.{name}", f"{why}; leave it out{way}"))
+        return found
 
     def decoded_sets(self) -> list[EvaluationSet]:
         """The sets, in the order given. Raises SpecError with every problem of theirs."""
@@ -140,6 +155,12 @@ class EvaluationConfig(AnswersConfig):
                         component.preflight()  # type: ignore[attr-defined]
                 if (data := one.components.get("data")) is not None:
                     data.as_held_out().preflight("prompts")  # type: ignore[attr-defined]
+
+
+def has_loss_alone(job: Any) -> bool:
+    """Whether no completion is made to the job's own held-out rows; to the demo's pairs it is."""
+    makes_text = next(iter(job.algorithm.trained_models().values())) != "scalar"
+    return not makes_text or (job.algorithm.item_kind in ("pairs", "judged") and job.data.renames_columns)
 
 
 Found = tuple[str, str]  # key, message

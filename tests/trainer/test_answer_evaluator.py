@@ -123,6 +123,28 @@ def test_a_metric_that_the_job_has_chooses_the_best_checkpoint(metric: str, work
     assert compose_job(["algorithm=sft", *words, f"checkpoint.best={metric}"]).spec.checkpoint.best == metric
 
 
+def test_options_of_completions_are_refused_where_held_out_rows_have_none(workdir: Path) -> None:
+    pairs = ["data=file", "data.path=pairs.jsonl", "model=tiny"]
+    typed = ["samples=2", "temperature=0.5", "pass_threshold=0.5", "batch_size=8"]
+    words = [f"evaluation.{word}" for word in typed]
+    for algorithm, more, used in (
+        ("dpo", pairs, []),
+        ("kto", [*pairs, "evaluation.sets.a={data: {name: demo}}"], ["batch_size=8"]),
+        ("rm", ["data=demo", "model=tiny"], []),
+        ("dpo", ["data=demo", "model=tiny"], typed),  # the demo's pairs have expected answers
+        ("dpo", [*pairs, "evaluation.every=0"], typed),
+    ):
+        job = [f"algorithm={algorithm}", "evaluation.max_new_tokens=4", *more]
+        if used:
+            compose_job([*job, *(f"evaluation.{word}" for word in used)])
+        if refused := [word for word in words if word.removeprefix("evaluation.") not in used]:
+            with pytest.raises(SpecError) as error:
+                compose_job([*job, *words])
+            keys = [f"{word.partition('=')[0]}: changes nothing" for word in refused]
+            assert [line for line in keys if line not in str(error.value)] == []
+            assert str(error.value).count("changes nothing") == len(keys)
+
+
 def test_rows_of_a_file_are_a_set(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": n % 2} for n in range(6)]
     Path("test.jsonl").write_text("\n".join(map(json.dumps, rows)))
