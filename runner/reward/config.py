@@ -229,12 +229,18 @@ class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
     workers: int = Field(default=1, ge=1, description="Number of groups that are scored in parallel.")
     timeout_s: float = Field(default=10.0, gt=0, description="Timeout in seconds for one execution; then it fails.")
     memory_bytes: int = Field(default=1 << 30, ge=1 << 26, description="Memory limit of a process, and of all files.")
-    output_bytes: int = Field(default=1 << 20, ge=1, description="Limit of the output, and of each file.")
+    output_bytes: int = Field(
+        default=1 << 20, ge=1, description="Limit of the output, and of each file; not with reward.url."
+    )
     processes: int = Field(default=16, ge=1, description="Maximum processes and threads; not with reward.url.")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        wrong = None if self.url is None else address_problem(self.url)
-        return super().problems(job) + ([] if wrong is None else [("reward.url", wrong)])
+        found = super().problems(job)
+        if self.url is None:
+            return found
+        wrong, why = address_problem(self.url), "the service of reward.url has its own limit; leave it out"
+        changed = (n for n in ("output_bytes", "processes") if getattr(self, n) != type(self).model_fields[n].default)
+        return [*found, *([("reward.url", wrong)] if wrong else []), *((f"reward.{name}", why) for name in changed)]
 
     def answer_column(self) -> str | None:
         return None

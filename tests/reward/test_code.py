@@ -397,3 +397,12 @@ def test_a_service_runs_the_code() -> None:
 
 def test_a_service_that_is_gone_gives_no_score() -> None:
     assert score(block(DOUBLE), TESTS, url=f"http://127.0.0.1:{free_port()}") is None
+
+
+def test_a_limit_that_a_service_does_not_read_is_refused() -> None:
+    changed: dict[str, Any] = {"output_bytes": 100, "processes": 2}
+    assert not CodeConfig(**changed).problems(None)
+    config = CodeConfig(url="http://localhost:8080", memory_bytes=1 << 26, timeout_s=3.0)
+    assert not config.problems(None)
+    found = config.model_copy(update=changed).problems(None)
+    assert [key for key, _ in found] == ["reward.output_bytes", "reward.processes"]
