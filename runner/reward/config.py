@@ -290,7 +290,8 @@ class ModelRewardConfig(FallibleConfig):
     score_position: Literal["end_of_turn", "last_token"] | None = Field(
         default=None,
         description="Token with the score: end_of_turn = that which ends the completion; last_token = the last of the "
-        "conversation, as in Transformers, TRL and verl; null = as stored with the model, else last_token.",
+        "conversation, as in Transformers, TRL and verl; null = as stored with the model, else last_token. Not for "
+        "encoders.",
     )
 
     def with_dtype(self, dtype: Dtype) -> Self:

@@ -179,7 +179,7 @@ def build(
         own,
         make_encoder(own) if own.chat_template else None,
         shares_ids,
-        _score_position(config, decide),
+        _score_position(config, module, decide),
         own.pad_token_id if pad is None else pad,
     )
     faults = ScoringFailures("reward=model", config.max_failures, "lower data.max_length or use another reward model")
@@ -188,8 +188,16 @@ def build(
     return ModelReward(module, encoder, device, config.batch_size, faults)
 
 
-def _score_position(config: ModelRewardConfig, decide: Decide) -> Position:
-    """Where the model's score is: as set, as stored beside the model, or as others read it."""
+def _score_position(config: ModelRewardConfig, module: nn.Module, decide: Decide) -> Position:
+    """Where the model's score is: as set, as stored beside the model, or as others read it.
+
+    An encoder ignores it. Raises EnvironmentProblem where it is set for one, or cannot be read.
+    """
+    if not hasattr(module, "score"):
+        if config.score_position is None:
+            return "last_token"
+        text = f"reward.score_position={config.score_position}: {type(module).__name__} chooses the token itself"
+        raise EnvironmentProblem(f"{text}\n  leave reward.score_position out")
     if config.score_position is not None:
         return config.score_position
     path = os.path.expanduser(config.path)

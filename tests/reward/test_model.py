@@ -200,10 +200,14 @@ def test_an_encoder_is_asked_for_its_own_score(tmp_path: Path, tokenizer: Any) -
     module.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     group = [completion(tokenizer, "q", text) for text in ("a", "a longer one")]
-    [found] = made(ModelRewardConfig(path=str(tmp_path)), tokenizer=tokenizer).score([group])
+    decisions = Decisions()
+    [found] = made(ModelRewardConfig(path=str(tmp_path)), tokenizer=tokenizer, decide=decisions).score([group])
     with torch.no_grad():
         expected = [float(module(torch.tensor([[*c.prompt.ids, *c.ids]])).logits) for c in group]
     assert found == pytest.approx(expected, abs=1e-5)
+    assert not decisions.entries, "no token of the row was chosen"
+    with pytest.raises(EnvironmentProblem, match=r"BertForSequenceClassification chooses .*\n.*leave .*position out"):
+        made(ModelRewardConfig(path=str(tmp_path), score_position="last_token"), tokenizer=tokenizer)
 
 
 def test_models_that_are_no_reward_models_are_refused(tmp_path: Path, tokenizer: Any) -> None:
