@@ -111,7 +111,7 @@ def test_the_job_file_lists_every_group_and_every_default() -> None:
     }
 
 
-@pytest.mark.parametrize("model", [JobSpec, EvaluationConfig, WatchConfig, TinkerConfig])
+@pytest.mark.parametrize("model", [JobSpec, ChatConfig, EvaluationConfig, WatchConfig, TinkerConfig])
 def test_the_job_file_comments_each_of_its_options(model: Any) -> None:
     lines = [line.strip() for line in (conf_dir() / "job.yaml").read_text(encoding="utf-8").splitlines()]
     for name, info in model.model_fields.items():

@@ -43,7 +43,9 @@ class AlgorithmConfig(ComponentConfig):
     explain_fn: ClassVar[str | None] = None  # "module:function" of (config, job) → the lines of `run explain loss`
     batch_size: int = Field(default=32, ge=1, description="Examples (pairs, prompts) per step, over all ranks.")
     mini_batches: int = Field(
-        default=1, ge=1, description="Optimizer updates per step; each uses an equal part of the batch."
+        default=1,
+        ge=1,
+        description="Parts of a step's batch, each one optimizer update; dropped groups may leave fewer.",
     )
     micro_batch_tokens: int | None = Field(
         default=DEFAULT_MICRO_BATCH,

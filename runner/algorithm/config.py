@@ -13,7 +13,7 @@ from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 SftAggregation = Literal["token_mean", "seq_mean_token_mean"]
 SFT_AGGREGATION: Any = Field(
     default="token_mean",
-    description="Aggregation of token losses: the mean over all tokens of the step (verl, TRL), or the mean over "
+    description="Aggregation of token losses: the mean over all tokens of a mini-batch (verl, TRL), or the mean over "
     "sequences of each sequence's token mean.",
 )
 

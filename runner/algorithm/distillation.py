@@ -1,7 +1,7 @@
 """Offline distillation: a student learns a teacher's distributions on given answers.
 
     items ──collect──▶ one packed batch ──prepare──▶ mini-batches with their totals
-          ──losses──▶ Σ weight·(temperature²·divergence + sft_coef·cross-entropy) / (trained tokens of the whole step)
+          ──losses──▶ Σ weight·(temperature²·divergence + sft_coef·cross-entropy) / (trained tokens of the mini-batch)
 
     logits ──log_softmax(logits / temperature)──▶ log-probabilities [S, V] ──(top-k)──▶ [S, k + 1] ──divergence──▶ [S]
 

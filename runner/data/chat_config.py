@@ -42,7 +42,8 @@ class ChatConfig(Config):
     )
     train_on: Literal["assistant", "answers", "last", "all"] = Field(
         default="assistant",
-        description="Loss mask of sft: every assistant turn, these without reasoning (answers), the last, or all.",
+        description="Loss mask of sft and distill: every assistant turn, these without reasoning (answers), the last, "
+        "or all.",
     )
     drop: Annotated[tuple[DropPart, ...], Field(strict=False)] = Field(
         default=(), description="Parts of conversations to drop because the template cannot render them."
@@ -73,4 +74,4 @@ class ChatConfig(Config):
         if self.train_on == "assistant" or job.algorithm.item_kind == "sft":
             return []
         why = f"algorithm={job.algorithm.name} sets its own loss mask; leave it out"
-        return [("chat.train_on", f"is used only by sft and cpt; {why}")]
+        return [("chat.train_on", f"is used only by sft and distill; {why}")]

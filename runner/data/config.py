@@ -158,7 +158,8 @@ class SourceConfig(DataConfig):
         default=None,
         gt=0,
         lt=1,
-        description="Fraction of the rows held out for evaluation, e.g. 0.05, chosen by their contents; null = none.",
+        description="Fraction of the distinct prompts or groups held out for evaluation, e.g. 0.05, chosen by their "
+        "contents; null = none.",
     )
     holdout_group: str | None = Field(
         default=None,
@@ -168,9 +169,9 @@ class SourceConfig(DataConfig):
     max_eval_examples: int | None = Field(
         default=256, ge=1, description="Maximum held-out items per evaluation; null = all."
     )
-    cache: bool = Field(default=True, description="Cache the tokenized data on disk.")
+    cache: bool = Field(default=True, description="Cache the tokenized data on disk; of a stream, the held-out rows.")
     streaming: bool = Field(
-        default=False, description="Read and tokenize training rows when steps need them; cache nothing."
+        default=False, description="Read and tokenize training rows when steps need them, without a cache."
     )
     shuffle_buffer: int | None = Field(
         default=None, ge=1, description="Size of the shuffle buffer of a stream, in rows; null = 1000."

@@ -91,9 +91,9 @@ INPUTS: dict[Kind, dict[str, str]] = {
         "mask": "[T]: not 0 on the trained tokens of this mini-batch; a fractional value scales its token",
         "row": "int64 [T]: the row of each token",
         "group": "int64 [T]: the prompt of each token",
-        "tokens": "int: trained tokens of the optimizer step, over all ranks",
-        "rows": "int: rows with a trained token, of the optimizer step",
-        "groups": "int: prompts with a trained token, of the optimizer step",
+        "tokens": "int: trained tokens of the mini-batch, over all ranks",
+        "rows": "int: rows of the mini-batch with a trained token, over all ranks",
+        "groups": "int: prompts of the mini-batch with a trained token, over all ranks",
         "max_length": "float: most tokens of an answer: sampler.max_new_tokens × the turns of an episode",
     },
     "correction": {

@@ -80,7 +80,7 @@ class EvaluationConfig(AnswersConfig):
         default=50, ge=0, description="Steps between evaluations; one more at the end of the run. 0 = never."
     )
     at_start: bool = Field(default=True, description="Also evaluate before the first step.")
-    batch_size: int = Field(default=64, ge=1, description="Maximum number of concurrent questions.")
+    batch_size: int = Field(default=64, ge=1, description="Maximum number of concurrent completions, per rank.")
     logged_samples: int = Field(
         default=8, ge=0, description="Completions per evaluation and set that are written to samples.jsonl."
     )

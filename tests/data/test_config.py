@@ -36,7 +36,7 @@ def test_the_message_names_the_algorithm_and_what_to_choose() -> None:
     job: Any = SimpleNamespace(algorithm=SimpleNamespace(item_kind="pairs", name="dpo"))
     [(_, train_on)] = ChatConfig(train_on="all").problems(job)
     [(_, overlong)] = FileConfig(path="a", truncation="split").problems(job)
-    assert "is used only by sft and cpt; algorithm=dpo" in train_on
+    assert "is used only by sft and distill; algorithm=dpo" in train_on
     assert "choose error, skip, truncate_left" in overlong
 
 

@@ -52,7 +52,7 @@ class PolicyConfig(ReferenceBasedConfig):
         default="token", description="Level of the importance ratio; sequence = GSPO's mean over the tokens."
     )
     loss_aggregation: Annotated[str, RegisteredFunction("aggregation")] = Field(
-        default="token_mean", description="Aggregation of token losses; denominators count the whole step."
+        default="token_mean", description="Aggregation of token losses; denominators count a mini-batch over all ranks."
     )
     kl_estimator: Annotated[str, RegisteredFunction("kl_estimator", others=("none",))] = Field(
         default="none", description="Estimator of the KL divergence from the reference; none = no reference model."
@@ -231,7 +231,9 @@ class GrpoConfig(PolicyConfig):
         "loss: true = as TRL, and verl without filter_groups; null = false, as verl's filter_groups.",
     )
     max_resample_rounds: int | None = Field(
-        default=None, ge=1, description="Maximum rounds of new prompts per step under zero_variance=resample; null = 4."
+        default=None,
+        ge=1,
+        description="Maximum rounds of prompts per step under zero_variance=resample, the first included; null = 4.",
     )
 
     @property

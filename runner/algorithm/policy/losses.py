@@ -132,7 +132,7 @@ AggregationLength = Annotated[
 ]
 
 
-@aggregation("token_mean", paper="DAPO 2503.14476; TRL: dapo", formula="1 / (trained tokens of the step)")
+@aggregation("token_mean", paper="DAPO 2503.14476; TRL: dapo", formula="1 / (trained tokens of the mini-batch)")
 def token_mean(mask: Tensor, tokens: int) -> Tensor:
     """1 / tokens, [T]: every token weighs the same."""
     return _as_float(mask) / max(tokens, 1)
@@ -141,14 +141,14 @@ def token_mean(mask: Tensor, tokens: int) -> Tensor:
 @aggregation(
     "seq_mean_token_mean",
     paper="GRPO 2402.03300; GSPO 2507.18071; TRL: grpo",
-    formula="1 / (trained tokens of the completion × completions of the step)",
+    formula="1 / (trained tokens of the completion × completions of the mini-batch)",
 )
 def seq_mean_token_mean(mask: Tensor, row: Tensor, rows: int) -> Tensor:
     """1 / (trained tokens of the row · rows), [T]: every row weighs the same. row: int64 [T]."""
     return _segment_mean_weights(mask, row) / max(rows, 1)
 
 
-@aggregation("seq_mean_token_sum", paper="RLOO 2402.14740", formula="1 / (completions of the step)")
+@aggregation("seq_mean_token_sum", paper="RLOO 2402.14740", formula="1 / (completions of the mini-batch)")
 def seq_mean_token_sum(mask: Tensor, rows: int) -> Tensor:
     """1 / rows, [T]: a row weighs as much as it is long."""
     return _as_float(mask) / max(rows, 1)
@@ -157,7 +157,7 @@ def seq_mean_token_sum(mask: Tensor, rows: int) -> Tensor:
 @aggregation(
     "seq_mean_token_sum_norm",
     paper="Dr. GRPO 2503.20783; TRL: dr_grpo",
-    formula="1 / (completions of the step × loss_norm_length)",
+    formula="1 / (completions of the mini-batch × loss_norm_length)",
 )
 def seq_mean_token_sum_norm(
     mask: Tensor, rows: int, max_length: float, *, loss_norm_length: AggregationLength = None
@@ -167,7 +167,7 @@ def seq_mean_token_sum_norm(
 
 
 @aggregation(
-    "prompt_mean", paper="SkyRL", formula="1 / (trained tokens of the prompt's completions × prompts of the step)"
+    "prompt_mean", paper="SkyRL", formula="1 / (trained tokens of the prompt's completions × prompts of the mini-batch)"
 )
 def prompt_mean(mask: Tensor, group: Tensor, groups: int) -> Tensor:
     """1 / (trained tokens of the prompt · prompts), [T]: all prompts weigh the same. group: int64 [T]."""

@@ -158,7 +158,7 @@ def test_what_stands_for_null_depends_on_the_choice() -> None:
         ),
         (
             ["algorithm=dr_grpo", "sampler.max_new_tokens=77"],
-            ["1 / (completions of the step × loss_norm_length)", "algorithm.loss_norm_length=77 "],
+            ["1 / (completions of the mini-batch × loss_norm_length)", "algorithm.loss_norm_length=77 "],
         ),
         (
             ["algorithm=dr_grpo", "sampler.max_new_tokens=77", "environment=calculator", "environment.max_turns=3"],
