@@ -166,7 +166,8 @@ class ReferenceBasedConfig(AlgorithmConfig):
         "initial weights of this job.",
     )
     reference_revision: str | None = Field(
-        default=None, description="Branch, tag or commit of reference_path on the hub; null = its default branch."
+        default=None,
+        description="Branch, tag or commit of reference_path on the hub or ModelScope; null = the default.",
     )
     reference_dtype: Dtype | None = Field(
         default=None, description="Data type of the reference model; null = model.dtype."
@@ -229,7 +230,7 @@ class TeacherBasedConfig(AlgorithmConfig):
         min_length=1, description="Teacher model: a folder, a run, a hub id, or recipe:NAME (that recipe runs first)."
     )
     teacher_revision: str | None = Field(
-        default=None, description="Branch, tag or commit of the teacher on the hub; null = its default branch."
+        default=None, description="Branch, tag or commit of the teacher on the hub or ModelScope; null = the default."
     )
     teacher_dtype: Dtype | None = Field(default=None, description="Data type of the teacher; null = model.dtype.")
 

@@ -197,8 +197,8 @@ def _folder_inside(folder: Path) -> str:
     return f"; did you mean {newest}?" if newest else ""
 
 
-def fetch_source(source: ModelSource) -> ModelSource:
-    """The same source with its files on this machine: a ModelScope id is downloaded.
+def fetch_source(source: ModelSource, revision: str | None = None) -> ModelSource:
+    """The same source with its files on this machine: a ModelScope id is downloaded, at `revision`.
 
     Raises EnvironmentProblem, within seconds, for an id whose files can neither be found nor fetched.
     """
@@ -206,7 +206,7 @@ def fetch_source(source: ModelSource) -> ModelSource:
         check(source.path)
     if source.kind != "modelscope":
         return source
-    return replace(source, kind="folder", path=fetch_modelscope(source.path))
+    return replace(source, kind="folder", path=fetch_modelscope(source.path, revision))
 
 
 def load_source(
@@ -287,19 +287,13 @@ def source_spec(
 
 log = logging.getLogger("runner")
 _EMPTY_JOB: dict[str, Any] = {
-    group: {"name": name}
-    for group, name in {
-        "parallelism": "single",
-        "launch": "local",
-        "algorithm": "sft",
-        "sampler": "none",
-        "reward": "none",
-        "environment": "none",
-        "optimizer": "adamw",
-        "schedule": "constant",
-        "tracker": "none",
-        "checkpoint": "safetensors",
-    }.items()
+    **{group: {"name": "none"} for group in ("sampler", "reward", "environment", "tracker")},
+    "parallelism": {"name": "single"},
+    "launch": {"name": "local"},
+    "algorithm": {"name": "sft"},
+    "optimizer": {"name": "adamw"},
+    "schedule": {"name": "constant"},
+    "checkpoint": {"name": "safetensors"},
 }
 
 
@@ -366,14 +360,18 @@ def _attach_adapters(model: TrainableModel, source: ModelSource) -> tuple[Traina
     return model.with_peft_module(model.module, decide=decide) if more else model, names
 
 
-def resolve_model_path(path: str, key: str, base: str | None = None, needs_weights: bool = True) -> str:
+def resolve_model_path(
+    path: str, key: str, base: str | None = None, needs_weights: bool = True, revision: str | None = None
+) -> str:
     """The folder or hub id that `path`, the value of the option `key`, means.
 
-    A run is its export; a model of ModelScope is downloaded. Raises SpecError, and what a damaged folder raises.
+    A run is its export; a model of ModelScope is downloaded, at `revision`. Raises SpecError, and what a damaged
+    folder raises.
     """
     try:
         source = _parse_source(path, "last", base)
-        source = fetch_source(source) if source.kind == "modelscope" else source  # of the hub: a job's preflight
+        if source.kind == "modelscope":  # of the hub: a job's preflight
+            source = fetch_source(source, revision)
     except EnvironmentProblem as error:
         raise SpecError([Problem(key, str(error))]) from error
     if source.kind == "hub" and not source.adapters:

@@ -217,35 +217,38 @@ def resolve_other_models(spec: JobSpec) -> JobSpec:
     A recipe runs now, with its own model. Raises SpecError if a folder has no weights, Interrupted or UpstreamRunFailed
     if the recipe failed.
     """
-    found = {option: _resolve_model(spec, option, path) for option, path in spec.algorithm.upstream_models().items()}
+    found = dict[str, str | None]()
+    for option, path in spec.algorithm.upstream_models().items():
+        found |= _resolve_model(spec, option, path)
     return spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update=found)}) if found else spec
 
 
-def _resolve_model(spec: JobSpec, option: str, path: str) -> str:
-    """The absolute folder or hub id that an option of the algorithm names by `path`."""
+def _resolve_model(spec: JobSpec, option: str, path: str) -> dict[str, str | None]:
+    """Options for a model that one names by `path`: an absolute folder without a revision, or a hub id."""
     key, revision = f"algorithm.{option}", f"{option.removesuffix('_path')}_revision"
+    commit: str | None = getattr(spec.algorithm, revision, None)
     if path.startswith(RECIPE):
         where = _run_upstream(spec, path.removeprefix(RECIPE), key, own_model=True)
     elif is_hub_id(path) and "/" not in path and path != "latest":
         raise SpecError([Problem(key, f"{path}: no such folder; a hub id looks like ORG/NAME")])
     elif is_hub_id(path) and path != "latest" and not path.startswith(MODELSCOPE):
         print_text(f"{key}: no folder {path} here, so it is read as a hub id", file=sys.stderr)
-        return path
+        return {option: path}
     else:
-        where = _locate(path, key)
-    if getattr(spec.algorithm, revision, None) is not None:
+        where = _locate(path, key, commit)
+    if commit is not None and not path.startswith(MODELSCOPE):
         raise SpecError([Problem(f"algorithm.{revision}", f"not used with {path}; it is for a hub id")])
     folder = _weights_folder(where, key)
     if not has_tokenizer(folder) and not (is_adapter(folder) and adapter_base(folder)):
         text = f"{display_path(folder)} has no tokenizer ({', '.join(TOKENIZERS)}); copy its tokenizer into the folder"
         raise SpecError([Problem(key, text)])
-    return str(folder)
+    return {option: str(folder)} | ({} if commit is None else {revision: None})
 
 
-def _locate(text: str, key: str) -> Path:
+def _locate(text: str, key: str, revision: str | None = None) -> Path:
     """The folder of a model: a path, `latest` or modelscope:ID. Raises SpecError."""
     if text == "latest" or text.startswith(MODELSCOPE):
-        return Path(resolve_model_path(text, key))
+        return Path(resolve_model_path(text, key, revision=revision))
     return Path(text).expanduser()
 
 

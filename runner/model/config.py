@@ -338,7 +338,7 @@ class HfConfig(ModelConfig):
         description="Base model of the adapter at model.path: folder or hub id; null = the one the adapter names.",
     )
     revision: str | None = Field(
-        default=None, description="Branch, tag or commit on the hub; null = its default branch."
+        default=None, description="Branch, tag or commit on the hub or ModelScope; null = the default branch."
     )
     tokenizer: str | None = Field(default=None, description="Folder or hub id of the tokenizer; null = model.path.")
     trust_remote_code: bool = Field(
@@ -375,7 +375,7 @@ class HfConfig(ModelConfig):
         found = super().problems(job)
         if self.from_scratch and job.init_from is not None:
             found.append(("model.from_scratch", "init_from gives the weights; leave one of them out"))
-        if self.revision is not None and os.path.exists(os.path.expanduser(self.path)):
+        if self.revision is not None and (self.path == "latest" or os.path.exists(os.path.expanduser(self.path))):
             found.append(("model.revision", f"{self.path} is a folder, which has no revisions; leave it out"))
         return found
 
@@ -384,7 +384,9 @@ class HfConfig(ModelConfig):
         return self.model_copy(update={"path": absolute_if_local(self.path), "base": base, "tokenizer": tokenizer})
 
     def with_resolved_source(self, resolve: ResolveSource) -> Self:
-        return self.model_copy(update={"path": resolve(self.path, "model.path", self.base, not self.from_scratch)})
+        path = resolve(self.path, "model.path", self.base, not self.from_scratch, self.revision)
+        revision = self.revision if path == self.path else None  # a folder has none
+        return self.model_copy(update={"path": path, "revision": revision})
 
     def preflight(self) -> None:
         super().preflight()

@@ -331,8 +331,11 @@ def check(path: str, key: str = "") -> None:
         )
 
 
-def fetch_modelscope(path: str) -> str:
-    """The folder that a model of ModelScope is downloaded to. Raises EnvironmentProblem."""
+def fetch_modelscope(path: str, revision: str | None = None) -> str:
+    """The folder that a model of ModelScope is downloaded to. Raises EnvironmentProblem.
+
+    revision: of the model's repository; None: its newest
+    """
     try:
         from modelscope import snapshot_download
     except ImportError as error:
@@ -345,7 +348,7 @@ def fetch_modelscope(path: str) -> str:
     if fault := site_fault(modelscope_site(os.environ), ANSWER_S, os.environ):
         raise EnvironmentProblem(f"{MODELSCOPE}{path}: {fault}\n  {hint}")
     try:
-        return str(snapshot_download(path))
+        return str(snapshot_download(path, revision=revision))
     except Exception as error:  # modelscope's own, requests', OSError
         raise EnvironmentProblem(f"{MODELSCOPE}{path} cannot be downloaded: {error}\n  {hint}") from error
 

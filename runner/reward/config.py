@@ -304,7 +304,7 @@ class ModelRewardConfig(FallibleConfig):
         return self.model_copy(update={"path": absolute_if_local(self.path)})
 
     def with_resolved_source(self, resolve: ResolveSource) -> Self:
-        return self.model_copy(update={"path": resolve(self.path, "reward.path", None, True)})
+        return self.model_copy(update={"path": resolve(self.path, "reward.path", None, True, None)})
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem for a folder that is no reward model."""

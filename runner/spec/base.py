@@ -23,8 +23,8 @@ ITEM_COLUMNS: dict[ItemKind, str] = {
 }
 
 
-# of an option's value, the option, the base of an adapter, and whether its weights are needed
-ResolveSource = Callable[[str, str, str | None, bool], str]
+# of an option's value, the option, the base of an adapter, whether its weights are needed, and the revision
+ResolveSource = Callable[[str, str, str | None, bool, str | None], str]
 
 
 class Config(BaseModel):

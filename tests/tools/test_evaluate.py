@@ -307,7 +307,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_sets_reward_model_is_found_as_reward_path_is() -> None:
     config = EvaluationConfig(sets={"m": {"reward": {"name": "model", "path": "latest"}}})
-    found = config.with_resolved_source(lambda path, key, base, needs_weights=True: f"/export of/{path}")
+    found = config.with_resolved_source(lambda path, *_: f"/export of/{path}")
     assert found.sets["m"]["reward"]["path"] == "/export of/latest"
     absent = EvaluationConfig(sets={"m": {"reward": {"name": "model", "path": "outputs/nowhere/at/all"}}})
     with pytest.raises(SpecError, match=r"evaluation\.sets\.m\.reward\.path: outputs/nowhere/at/all: no such folder"):

@@ -62,7 +62,7 @@ def resolve_local_sources(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"model": spec.model.with_resolved_source(_local_folder), "init_from": first})
 
 
-def _local_folder(path: str, key: str, base: str | None = None, _: bool = False) -> str:
+def _local_folder(path: str, key: str, base: str | None = None, *_: bool | str | None) -> str:
     """The folder that a run, an export or an adapter on this machine means; any other name as it is."""
     here = path == "latest" or Path(path).expanduser().exists()
     return resolve_model_path(path, key, base, needs_weights=False) if here else path
