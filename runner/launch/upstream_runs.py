@@ -246,8 +246,8 @@ def _resolve_model(spec: JobSpec, option: str, path: str) -> dict[str, str | Non
 
 
 def _locate(text: str, key: str, revision: str | None = None) -> Path:
-    """The folder of a model: a path, `latest` or modelscope:ID. Raises SpecError."""
-    if text == "latest" or text.startswith(MODELSCOPE):
+    """The folder of a model: a path, a run, `latest` or modelscope:ID. Raises SpecError."""
+    if text == "latest" or text.startswith(MODELSCOPE) or (Path(text).expanduser() / "spec.yaml").is_file():
         return Path(resolve_model_path(text, key, revision=revision))
     return Path(text).expanduser()
 

@@ -220,7 +220,7 @@ def run_argument(folder: RunFolder, outputs: Path = OUTPUTS) -> str:
 
 def find_run(where: str, outputs: Path = OUTPUTS) -> RunFolder:
     """The run named by `where`: `latest` or a folder. Raises EnvironmentProblem if it is not a run."""
-    root = latest_path(outputs) if where == LATEST else Path(where)
+    root = latest_path(outputs) if where == LATEST else Path(where).expanduser()
     try:
         known = (root / "spec.yaml").is_file()
     except (OSError, ValueError) as error:  # an invalid file name, or a folder without permission

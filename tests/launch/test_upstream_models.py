@@ -31,6 +31,7 @@ from runner.launch.upstream_runs import (
     continue_hint,
     layout_words,
     resolve_init_from,
+    resolve_other_models,
 )
 from runner.spec.base import iter_leaves
 from tests import command
@@ -125,6 +126,25 @@ def test_latest_is_the_export_of_the_newest_run(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "outputs" / "latest").symlink_to("2026-01-01/a")
     spec = compose_job(["+recipe=sft_demo", "init_from=latest"]).spec
     assert resolve_init_from(spec).init_from == str(run_folder / "export")
+
+
+@pytest.mark.parametrize("text", ["a", "~/a"])
+def test_an_export_that_is_older_than_the_runs_newest_checkpoint_is_said(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_base(tmp_path / "a" / "export")
+    (tmp_path / "a" / "spec.yaml").touch()
+    (tmp_path / "a" / "export" / "README.md").write_text("| step | 5 of 9 |\n")
+    (tmp_path / "a" / "checkpoints" / "step-9").mkdir(parents=True)
+    (tmp_path / "a" / "checkpoints" / "step-9" / "MANIFEST.json").touch()
+    words = ["algorithm=distill", "model=tiny", "data=demo", f"init_from={text}", f"algorithm.teacher={text}"]
+    spec = resolve_other_models(resolve_init_from(compose_job(words).spec))
+    assert spec.init_from == spec.algorithm.upstream_models()["teacher"] == str(tmp_path / "a" / "export")
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in said] == ["init_from", "algorithm.teacher"]
+    assert all("is read as its export of step 5, older than its newest checkpoint, 9" in line for line in said)
 
 
 def test_an_adapter_needs_the_model_that_it_belongs_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
