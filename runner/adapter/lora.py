@@ -297,6 +297,10 @@ def _continue_adapter(config: LoraConfig, model: M, decide: Decide) -> M:
             refused.append(Problem(f"adapter.{option}", f"{text}, or adapter=none to merge it and train all weights"))
     if refused:
         raise SpecError(refused)
+    before = len(model.trainable())
+    model.freeze_parts(decide)
+    if lost := before - len(model.trainable()):
+        decide.record_fact("adapter", f"{lost} of {before} tensors frozen", "they are in parts that model.freeze keeps")
     return model
 
 

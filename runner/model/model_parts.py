@@ -73,7 +73,9 @@ def freeze_parts(inner: Any, parts: tuple[ModelPart, ...] | None, decide: Decide
         text = f"{type(inner).__name__} has no vision part; leave it out"
         raise SpecError([Problem("model.freeze", text)])
     chosen = (DEFAULT_FREEZE if has_vision else ()) if parts is None else parts
-    routers = tuple(f"{name}." for name, part in inner.named_modules() if part in find_routers(inner))
+    found = find_routers(inner)
+    # what peft puts on a router lies beside its base_layer
+    routers = tuple(f"{name.removesuffix('.base_layer')}." for name, part in inner.named_modules() if part in found)
     if "router" in chosen and not routers:
         raise SpecError([Problem("model.freeze", f"{type(inner).__name__} has no routers; leave router out")])
     if not has_vision and not chosen:

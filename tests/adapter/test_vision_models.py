@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +14,8 @@ from transformers import AutoModelForImageTextToText
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.build import build_device, build_model, build_tokenizer
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.model import hf
@@ -92,6 +95,23 @@ def test_what_is_frozen_can_be_chosen(folders: dict[str, Path]) -> None:
             built(folders["gemma3"], freeze=("vision", "aligner", "language")),
             decide=Decisions(),
         )
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+def test_an_adapter_that_is_continued_keeps_its_frozen_parts(folders: dict[str, Path], tmp_path: Path) -> None:
+    base = AutoModelForImageTextToText.from_pretrained(folders["qwen2_5_vl"])
+    settings = peft.LoraConfig(r=2, target_modules=["qkv", "q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(base, settings).save_pretrained(tmp_path)
+    decide = Decisions(strict=True)
+    model = lora.attach(LoraConfig(), built(tmp_path), decide=decide)
+    assert parts(model.trainable(), model.inner) == {"language"}
+    assert "adapter: 4 of 8 tensors frozen" in str(decide.entries[-1])
+    every = lora.attach(LoraConfig(), built(tmp_path, freeze=()), decide=decide)
+    assert parts(every.trainable(), every.inner) == {"language", "vision"}
+    words = ["+recipe=sft_demo", "model=hf", f"model.path={tmp_path}", "adapter=lora", "model.freeze=[language,vision]"]
+    spec = compose_job(words).spec
+    with pytest.raises(SpecError, match=r"model\.freeze: the adapter .* is in frozen parts alone; leave out the part"):
+        build_model(spec, build_tokenizer(spec, decide), build_device(spec, decide), decide)
 
 
 def test_a_model_of_text_has_nothing_to_freeze(tmp_path: Path) -> None:

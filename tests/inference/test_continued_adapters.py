@@ -123,6 +123,16 @@ def test_what_is_typed_as_the_adapter_has_it_is_accepted_and_narrower_targets_ar
     assert "[q_proj,v_proj]" in said["adapter.targets"] and "all-linear is not used" in said["adapter.targets"]
 
 
+def test_an_adapter_of_routers_is_frozen_with_them(folders: Path, tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "qwen3_moe")
+    write_adapter(tmp_path / "a", base, kind="qwen3_moe", target_parameters=["mlp.gate.weight"])
+    for freeze, trained in ((None, True), (("router",), False)):
+        model = lora.attach(LoraConfig(), built(tmp_path / "a", Decisions(), freeze=freeze), decide=Decisions())
+        assert any("mlp.gate" in name for name in model.trainable()) is trained
+    with pytest.raises(SpecError, match=r"model\.freeze: .* has no routers; leave router out"):
+        lora.attach(LoraConfig(), built(folders / "a", Decisions(), freeze=("router",)), decide=Decisions())
+
+
 def test_a_base_with_other_weights_is_refused_where_the_adapter_records_its_own(folders: Path, tmp_path: Path) -> None:
     """Shapes alone would let any fine-tuned model of the family pass."""
     other = write_base(tmp_path / "other", seed=9)
