@@ -64,6 +64,12 @@ class DistillConfig(TeacherBasedConfig):
     sft_coef: float = Field(default=0.0, ge=0, description="Weight of an added cross-entropy loss.")
 
 
+USED_BY_TINKER = (
+    *("adapter.alpha", "sampler.max_num_seqs", "algorithm.micro_batch_tokens"),
+    *(f"chat.{name}" for name in ("template", "kwargs", "date", "special_tokens")),
+)
+
+
 class TinkerAlgorithmConfig(AlgorithmConfig):
     """None of our own: clients of `run tinker` choose data, losses and steps."""
 
@@ -80,16 +86,30 @@ class TinkerAlgorithmConfig(AlgorithmConfig):
             "sampler": ("torch",),
             "optimizer": ("adamw",),
             "schedule": ("constant",),
+            "reward": ("none",),
+            "environment": ("none",),
         }
         found = [
             (group, f"run tinker does not support {group}={getattr(job, group).name}; type {group}={names[0]}")
             for group, names in wanted.items()
             if getattr(job, group).name not in names
         ]
-        ours = ("adapter.alpha", "sampler.max_num_seqs", "algorithm.micro_batch_tokens")
-        parts = (job.adapter, job.optimizer, job.sampler, self)
-        changed = [name for part in parts for name in _changed_options(part) if name not in ours]
-        found += [(name, "is not used by run tinker: its clients choose; leave it out") for name in changed]
+        parts = (
+            "adapter",
+            "algorithm",
+            "optimizer",
+            "schedule",
+            "sampler",
+            "checkpoint",
+            "evaluation",
+            "watch",
+            "chat",
+        )
+        changed = [f"{part}.{name}" for part in parts for name in _changed_options(getattr(job, part))]
+        changed += [name for name in _changed_options(job) if name in ("steps", "epochs")]
+        changed += [f"callbacks.{name}" for name in job.callbacks.by_name]
+        text = "is not used by run tinker, whose clients make the steps; leave it out"
+        found += [(name, text) for name in changed if name not in USED_BY_TINKER]
         if self.micro_batch_tokens is None:
             found.append(("algorithm.micro_batch_tokens", "run tinker does not know its clients' rows; type a number"))
         if job.launch.samplers or job.launch.queued:
@@ -98,9 +118,9 @@ class TinkerAlgorithmConfig(AlgorithmConfig):
 
 
 def _changed_options(config: Any) -> list[str]:
-    """The options of a component that have another value than their default."""
+    """The options of a component or section that have another value than their default."""
     fields = {name: field for name, field in type(config).model_fields.items() if name != "name"}
-    return [f"{config.group}.{n}" for n, field in fields.items() if getattr(config, n) != field.get_default()]
+    return [name for name, field in fields.items() if getattr(config, name) != field.get_default()]
 
 
 def no_algorithm(config: TinkerAlgorithmConfig, parts: Any) -> None:

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from runner.cli.main import main
-from runner.core.errors import EnvironmentProblem, TrainingDiverged
+from runner.core.errors import EnvironmentProblem, SpecError, TrainingDiverged
 from runner.tinker import requests
 from runner.tinker.checkpoints import CheckpointPath
 from runner.tinker.messages import MESSAGES, Datum
 from runner.tinker.server import BuiltServer, read_keys
 from runner.tinker.state import BaseModel, ServerState
-from tests.tinker.servers import Client, Records, encode_pass, running, supervised
+from tests.tinker.servers import Client, Records, encode_pass, running, spec_of, supervised
 
 Server = tuple[str, Records, BuiltServer]
 
@@ -398,6 +398,23 @@ def test_a_plan_counts_one_client(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "+recipe=tinker_demo"]) == 0
     said = capsys.readouterr().out
     assert "clients  one training client is counted" in said and "tokens per rank" not in said
+
+
+UNUSED = (
+    *("steps=5", "epochs=1", "schedule.warmup_steps=2", "checkpoint.every=5", "checkpoint.keep=3"),
+    *("checkpoint.export=false", "watch.hang_timeout_s=60", "evaluation.every=5", "chat.train_on=all"),
+)
+
+
+def test_an_option_that_the_server_does_not_use_is_an_error() -> None:
+    more = ("reward=exact", "environment=calculator", "callbacks=[stop_when]", "callbacks.stop_when.metric=train/loss")
+    with pytest.raises(SpecError) as caught:
+        spec_of(*UNUSED, *more)
+    found = {problem.key: problem.message for problem in caught.value.problems}
+    assert found["reward"] == "run tinker does not support reward=exact; type reward=none" and "environment" in found
+    for key in ("callbacks.stop_when", *(word.partition("=")[0] for word in UNUSED)):
+        assert found[key] == "is not used by run tinker, whose clients make the steps; leave it out"
+    spec_of("chat.date=2026-01-31", "chat.template=chatml", "algorithm.micro_batch_tokens=512")
 
 
 def test_keys_of_a_file_are_the_only_ones(tmp_path: Path) -> None:
