@@ -39,7 +39,7 @@ from runner.interfaces import Decide
 from runner.model.attention_operator import define_packed_attention
 from runner.model.router_replay import find_routers
 
-OPTION = "model.gradient_checkpointing"
+OPTION, OFFLOADING = "model.gradient_checkpointing", "model.activation_offloading"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 NARROW = 16  # times: adapters and routers are this much narrower on one side, and quickly made again
 DRAWS = {"dropout_p": 0.0, "p_dropout": 0.0, "keep_prob": 1.0}  # an operator's arguments, and where it draws nothing
@@ -53,14 +53,20 @@ def enable_checkpointing(inner: Any, mode: CheckpointingMode, *, offload: bool, 
     host, which with `selective` is not all there is. `decide` records a model that cannot do so.
     """
     if not inner.supports_gradient_checkpointing:
-        decide(OPTION, _option_text(mode), "false", f"{type(inner).__name__} does not support it")
+        reason = f"{type(inner).__name__} does not support it"
+        decide(OPTION, _option_text(mode), "false", reason)
+        if offload:
+            decide(OFFLOADING, "true", "false", reason)
         return
     # the older name, until transformers 5.5 is no longer supported
     enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     layers = [part for part in inner.modules() if isinstance(part, GradientCheckpointingLayer)]
-    if not layers and (offload or mode is not True):
-        decide(OPTION, _option_text(mode), "true", f"{type(inner).__name__} does not expose its layers")
+    reason = f"{type(inner).__name__} does not expose its layers"
+    if not layers and mode is not True:
+        decide(OPTION, _option_text(mode), "true", reason)
+    if not layers and offload:
+        decide(OFFLOADING, "true", "false", reason)
     run: Any = partial(checkpoint, use_reentrant=False)
     if mode == "selective":
         run = partial(run, context_fn=lambda: create_selective_checkpoint_contexts(SelectivePolicy()))

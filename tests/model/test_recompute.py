@@ -174,6 +174,22 @@ def test_a_model_that_cannot_says_so() -> None:
         checkpointing_and_compile.enable_checkpointing(Plain(), 2, offload=False, decide=Decisions(strict=True))
 
 
+@pytest.mark.parametrize("supports", [True, False])
+def test_offloading_that_a_model_cannot_do_is_a_decision(supports: bool) -> None:
+    class Plain(nn.Module):
+        supports_gradient_checkpointing = supports
+
+        def gradient_checkpointing_enable(self, options: object) -> None: ...
+
+    decisions = Decisions()
+    checkpointing_and_compile.enable_checkpointing(Plain(), True, offload=True, decide=decisions)
+    found = {d.feature: (d.wanted, d.got) for d in decisions.entries}
+    assert found.pop("model.activation_offloading") == ("true", "false")
+    assert found == ({} if supports else {"model.gradient_checkpointing": ("true", "false")})
+    with pytest.raises(EnvironmentProblem, match="strict"):
+        checkpointing_and_compile.enable_checkpointing(Plain(), True, offload=True, decide=Decisions(strict=True))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
