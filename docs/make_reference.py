@@ -37,30 +37,36 @@ def sentence(cls: type[BaseModel]) -> str:
     return " ".join((cls.__doc__ or "").split())
 
 
-def table(cls: type[BaseModel], without: Collection[str]) -> list[str]:
-    """A row for each option of `cls` that is not in `without`; nothing where there is none."""
-    body = []
-    for name, info in cls.model_fields.items():
-        if name not in without:
-            default = (
-                "*required*"
-                if info.is_required()
-                else f"`{scalar(plain_default(info.get_default(call_default_factory=True)))}`"
-            )
-            takes = expected_type(model_schema(cls)[name]).replace("|", "\\|")
-            body.append(f"| `{name}` | {takes} | {default} | {info.description} |")
+def row(cls: type[BaseModel], name: str) -> str:
+    """The row of one option."""
+    info = cls.model_fields[name]
+    default = (
+        "*required*"
+        if info.is_required()
+        else f"`{scalar(plain_default(info.get_default(call_default_factory=True)))}`"
+    )
+    takes = expected_type(model_schema(cls)[name]).replace("|", "\\|")
+    return f"| `{name}` | {takes} | {default} | {info.description} |"
+
+
+def table(cls: type[BaseModel], without: Collection[str], common: type[BaseModel] | None = None) -> list[str]:
+    """A row for each option of `cls` that is neither in `without` nor the same in `common`; nothing without any."""
+    body = [row(cls, name) for name in cls.model_fields if name not in without]
+    if common is not None:
+        shared = {row(common, name) for name in common.model_fields}
+        body = [one for one in body if one not in shared]
     return ["", "| option | takes | default | meaning |", "| --- | --- | --- | --- |", *body] if body else []
 
 
 def group(name: str, registry: Registry) -> Iterator[str]:
-    """One group: the options that all its components have, then each component's own."""
+    """One group: the options that all its components have, then those that a component adds or changes."""
     classes = list(registry.classes(name).values())
     common = next(
         c for c in reversed(classes[0].__mro__) if issubclass(c, ComponentConfig) and c is not ComponentConfig
     )
     yield from ["", f"## {name}", "", sentence(common), *table(common, {"name"})]
     for cls in classes:
-        yield from ["", f"### {name}={cls.component_name()}", "", sentence(cls), *table(cls, common.model_fields)]
+        yield from ["", f"### {name}={cls.component_name()}", "", sentence(cls), *table(cls, {"name"}, common)]
 
 
 TITLES: dict[Kind, str] = {
@@ -116,6 +122,8 @@ def reference() -> str:
         "",
         f"{sentence(CallbacksConfig)} Chosen with `{CALLBACKS}=[NAME,…]`; see [extend](extend.md).",
     ]
+    for name, callback in registry.classes(CALLBACKS).items():
+        lines += ["", f"### {CALLBACKS}=[{name}]", "", sentence(callback), *table(callback, {"name"})]
     for name in groups:
         lines += group(name, registry)
     lines += losses()

@@ -257,6 +257,26 @@ def test_a_generated_page_is_what_its_source_says(page: str) -> None:
     assert module.PATH.read_text(encoding="utf-8") == getattr(module, page)(), "run: make generate"
 
 
+def test_the_reference_has_the_default_of_each_option_of_each_component() -> None:
+    from runner.spec.registry import GROUPS, built_in_registry
+
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    sections = {part.partition("\n")[0]: part.splitlines() for part in re.split(r"\n##+ ", text)}
+    for group in GROUPS:
+        for cls in built_in_registry().classes(group).values():
+            name = cls.component_name()
+            own = sections[f"callbacks=[{name}]" if group == "callbacks" else f"{group}={name}"]
+            for option, info in cls.model_fields.items():
+                rows = [row for row in (*own, *sections[group]) if row.startswith(f"| `{option}` | ")]
+                assert option == "name" or rows, f"{group}={name}: {option}"
+                if isinstance(info.default, bool | int | str) and option != "name":
+                    assert rows[0].split(" | ")[2].strip("`").lower() == str(info.default).lower(), (
+                        group,
+                        name,
+                        option,
+                    )
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     broken = []
     for page in [p for p in tracked() if p.suffix == ".md"]:

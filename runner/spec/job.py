@@ -48,7 +48,7 @@ class WatchConfig(Config):
 
 
 class CallbacksConfig(Config):
-    """Callbacks of plug-ins, any number of them: name → options."""
+    """Callbacks, built in or of plug-ins, any number of them: name → options."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "object"}})  # whatever is installed
 
@@ -95,7 +95,7 @@ class JobSpec(Config):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Held-out evaluation.")
     watch: WatchConfig = Field(default_factory=WatchConfig, description="Hang detection and device statistics.")
     tinker: TinkerConfig = Field(default_factory=TinkerConfig, description="The server of run tinker.")
-    callbacks: CallbacksConfig = Field(default_factory=CallbacksConfig, description="Callbacks of plug-ins, by name.")
+    callbacks: CallbacksConfig = Field(default_factory=CallbacksConfig, description="Callbacks by name.")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if self.epochs is None or not self.data.is_mixture:
