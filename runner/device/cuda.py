@@ -107,7 +107,7 @@ def _refuse_waits() -> Iterator[None]:
 
 @torch.no_grad()
 def record_experts(module: nn.Module, refuse_waits: Callable[[], AbstractContextManager[Any]], decide: Decide) -> None:
-    """Record whether the experts of a layer are multiplied at once, which a trial on a few numbers shows.
+    """Record whether the experts of a layer are multiplied at once, by a trial; if not, it is a decision.
 
     transformers calls torch's grouped product. Without a kernel for a data type and a card, torch copies the numbers
     of rows to the host and multiplies expert by expert; `refuse_waits` makes that copy an error.
@@ -129,7 +129,7 @@ def record_experts(module: nn.Module, refuse_waits: Callable[[], AbstractContext
             decide.record_fact("experts", "unknown", f"a trial failed: {str(error).splitlines()[0]}")
             return
         text = f"torch {torch.__version__} has no grouped kernel for {dtype} on this card; bfloat16 has one on Hopper"
-        decide.record_fact("experts", "one after the other", text)
+        decide("experts", "grouped products", "one after the other", text)
     else:
         decide.record_fact("experts", "grouped products", f"of the {experts.num_experts} experts of a layer, by torch")
 
@@ -165,12 +165,12 @@ class Cuda(TorchDevice[CudaConfig]):
         return gpu_stats_reader(uuid), self.allocator
 
     def unsupported_reason(self, dtype: torch.dtype) -> str | None:
-        """Nothing: what an old card does not have, torch computes in float32, which is said."""
+        """Nothing: what an old card does not have, torch emulates, which is a decision."""
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         if dtype == torch.bfloat16 and major < 8:
             text = f"{torch.cuda.get_device_name(self.torch_device)} has compute capability {major}.{minor}"
             text = f"{text}; bfloat16 in hardware needs 8.0, and emulation is slow; model.dtype=float32 may be faster"
-            self._decide.record_fact("device", "bfloat16 is emulated", text)
+            self._decide("device", "bfloat16 in hardware", "bfloat16 is emulated", text)
         return None
 
     def varlen_attention(self, dtype: torch.dtype) -> VarlenAttention | None:

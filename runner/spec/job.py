@@ -76,7 +76,11 @@ class JobSpec(Config):
         default=None,
         description="Initial weights: a run, an export, or recipe:NAME (it runs first); null = the model's.",
     )
-    strict: bool = Field(default=False, description="Make every automatic choice (kernel, dtype, fallback) an error.")
+    strict: bool = Field(
+        default=False,
+        description="Make a request that is not fulfilled (kernel, dtype, fallback) an error; auto and null request a "
+        "choice, which is printed.",
+    )
     device: DeviceConfig
     parallelism: ParallelismConfig
     launch: LaunchConfig

@@ -35,10 +35,11 @@ def test_a_card_that_emulates_bfloat16_says_so(
     monkeypatch.setattr("runner.device.cuda.select_card", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
-    decisions = Decisions(strict=True)
+    decisions = Decisions()
     device = Cuda(CudaConfig(), decide=decisions)
     assert device.unsupported_reason(torch.bfloat16) is device.unsupported_reason(torch.float32) is None
     assert [d.got for d in decisions.entries] == ["bfloat16 is emulated"] * emulates
+    assert not any(d.is_fact for d in decisions.entries), "an error under strict=true"
 
 
 def test_npu_without_a_card_lists_what_is_missing_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem
 from runner.device.cuda import record_experts
 from runner.model import checkpointing_and_compile
 from tests.model import zoo
@@ -121,11 +122,14 @@ def test_compiled_layers_are_one_graph_with_the_grouped_product(monkeypatch: pyt
 
 @pytest.mark.parametrize("loops", [False, True])
 def test_a_line_says_whether_a_card_multiplies_them_at_once(loops: bool) -> None:
-    decisions = Decisions(strict=True)
+    decisions = Decisions(strict=not loops)
     record_experts(mixture(loops).inner, lambda: Launches(refuse_reads=True), decisions)
-    [fact] = decisions.records()["facts"]
-    assert fact["feature"] == "experts"
-    assert fact["value"] == ("one after the other" if loops else "grouped products")
+    [found] = decisions.entries
+    assert (found.feature, found.wanted) == ("experts", "grouped products")
+    assert found.got == ("one after the other" if loops else "grouped products")
+    if loops:
+        with pytest.raises(EnvironmentProblem, match="strict=true does not allow"):
+            record_experts(mixture(loops).inner, lambda: Launches(refuse_reads=True), Decisions(strict=True))
 
 
 def test_no_line_speaks_of_experts_that_are_not_there() -> None:
