@@ -61,7 +61,7 @@ class ModelConfig(ComponentConfig):
     compile: bool | None = Field(
         default=None,
         description="Compile the decoder layers (torch.compile): the first step is slow, later steps are faster. "
-        "null = true in training on cuda if torch has a compiler there.",
+        "null = true in training on cuda if torch has a compiler there and nothing in the job excludes it.",
     )
     kernels: Literal["liger"] | None = Field(
         default=None,
@@ -201,8 +201,6 @@ class ModelConfig(ComponentConfig):
         used = [*self._uncompilable(job)]
         if self.kernels is not None:
             used.append(f"model.kernels={self.kernels}")
-        if job.device.deterministic and not job.device.is_cpu:  # inductor may choose a kernel by its speed
-            used.append("device.deterministic=true")
         return f"not tested with torch.compile: {', '.join(used)}" if used else None
 
     def _uncompilable(self, job: Any) -> Iterator[str]:
@@ -216,6 +214,8 @@ class ModelConfig(ComponentConfig):
         for name, size in _parallel_sizes(job).items():
             if name not in ("dp_replicate", "dp_shard"):
                 yield f"parallelism.{name}={size}"
+        if job.device.deterministic and not job.device.is_cpu:  # inductor may choose a kernel by its speed
+            yield "device.deterministic=true"
 
     def sizes(self) -> dict[str, tuple[str, int]]:
         """Sizes that parallelism divides (heads, kv_heads, features, layers, experts): option and value.

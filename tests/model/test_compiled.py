@@ -220,7 +220,7 @@ def test_the_default_is_that_of_the_device() -> None:
     words = ["device=cuda", "parallelism=tp", "launch.devices=2", "model.kernels=liger", "device.deterministic=true"]
     spec = compose_job(words).spec
     assert spec.model.compile_objection(spec) == (
-        "not tested with torch.compile: parallelism.tp=2, model.kernels=liger, device.deterministic=true"
+        "not tested with torch.compile: parallelism.tp=2, device.deterministic=true, model.kernels=liger"
     )
     for name in ("cpu", "cuda"):
         spec = compose_job([f"device={name}"]).spec
@@ -305,6 +305,7 @@ def test_counting_routers_count_under_compiled_layers(traced: None) -> None:
             "model.activation_offloading=true is not tested with torch.compile",
         ),
         (["adapter=lora", "model.quantization=int8"], "model.quantization=int8 is not tested with torch.compile"),
+        (["device=cuda", "device.deterministic=true"], "device.deterministic=true is not tested with torch.compile"),
     ],
 )
 def test_what_cannot_be_is_refused(words: list[str], said: str) -> None:
@@ -316,6 +317,7 @@ def test_what_cannot_be_is_refused(words: list[str], said: str) -> None:
 def test_pieces_that_are_recomputed_are_not_refused() -> None:
     words = ["parallelism=fsdp", "launch.devices=2", "model.gradient_checkpointing=selective"]
     assert compose_job(["model.compile=true", *words]).spec.model.compile
+    assert compose_job(["model.compile=true", "device=cpu", "device.deterministic=true"]).spec.model.compile
 
 
 def test_routers_of_layers_that_are_recomputed_and_compiled_are_not_hooked() -> None:
