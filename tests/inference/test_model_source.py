@@ -161,7 +161,7 @@ def test_a_hub_that_accepts_and_never_answers_is_given_up(
             monkeypatch.delenv(unset, raising=False)
         begun = time.monotonic()
         code, _, err = in_process(["infer", name, "hi"], capsys)
-        assert (code, time.monotonic() - begun < 20) == (2, True) and "does not respond within 0.2 s" in err
+        assert (code, time.monotonic() - begun < 50) == (2, True) and "does not respond within 0.2 s" in err
         for accepted in held:
             accepted.close()
 

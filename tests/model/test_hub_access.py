@@ -42,6 +42,7 @@ def test_a_revision_of_modelscope_is_downloaded_and_its_folder_has_none(
     for revision in ("v1", None):
         write_base(tmp_path / f"A/B@{revision}")
     monkeypatch.setitem(sys.modules, "modelscope", SimpleNamespace(snapshot_download=snapshot_download))
+    monkeypatch.setenv("https_proxy", "http://proxy.invalid")  # behind one, the site itself is not tried
     words = ["algorithm=distill", "data=demo", "model=hf", "model.path=modelscope:A/B"]
     words.append("algorithm.teacher=modelscope:A/B")
     for revision, more in (("v1", ("model.revision=v1", "algorithm.teacher_revision=v1")), (None, ())):
