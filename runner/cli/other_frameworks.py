@@ -20,7 +20,8 @@ from runner.spec.schema import OptionIndex
 OF_A_JOB = ("run", "plan")  # verbs whose words are a job
 FLAG = re.compile(r"--?[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
 UNQUOTED = re.compile(r"[\w./:@%+-]+")
-STARTERS = ("python", "python3", "torchrun", "accelerate", "deepspeed")
+LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed")
+TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 ADVICE = re.compile(r"not an option of \S+(?: job)?; ")
 
 
@@ -30,7 +31,8 @@ def refuse(args: Namespace) -> NoReturn:
     Their meaning depends on the job, so the job is composed with them: its problems are the answers.
     """
     recipes = [f"+{GROUP}={word}" for word in args.words if is_file_name(word)]
-    typed = [*_of_command(args.command), *recipes]
+    is_script = args.command.split()[:1] and args.command.split()[0] in LAUNCHERS and args.foreign
+    typed = [*([] if is_script else _of_command(args.command)), *recipes]
     instead = f"no verb named '{args.command}'; type run {' '.join(typed) or '…'}" if args.command else ""
     settings = {key: f"{key}={_value(values)}" for key, values in args.foreign.items()}
     known = [word for word in (*typed, *args.words) if is_override(word)]
@@ -86,14 +88,14 @@ def foreign_command(argv: Sequence[str]) -> Namespace | None:
     command: its first words; foreign: its options with dashes (key=value); words: the others. Raises UsageError for a
     flag of Hydra's.
     """
-    starter, argv = _split_start(list(argv[: list(argv).index("--")] if "--" in argv else argv))
+    launcher, argv = _split_launcher(list(argv[: list(argv).index("--")] if "--" in argv else argv))
     first = argv[0] if argv else ""
     if (first in VERBS and first not in OF_A_JOB) or {"--help", "-h", "--shell-completion"} & set(argv):
         return None
     parser = parser_of(first if first in VERBS else "run")
     command = _command(argv) if first not in plugin_verbs() else ""
     words, foreign, rest = list[str](), dict[str, list[str]](), list(argv[len(command.split()) or first in VERBS :])
-    command = command or starter
+    command = command or launcher
     given: list[str] | None = None  # the values of the flag before
     while rest:
         word = rest.pop(0)
@@ -116,18 +118,22 @@ def foreign_command(argv: Sequence[str]) -> Namespace | None:
     return Namespace(verb="foreign", command=command, words=words, foreign=foreign, **unset)
 
 
-def _split_start(argv: list[str]) -> tuple[str, list[str]]:
+def _split_launcher(argv: list[str]) -> tuple[str, list[str]]:
     """The program that starts a script or module, and the words of both without the script's name.
 
     `torchrun --nnodes 2 FILE.py --lr 1` → torchrun, `--lr 1 --nnodes 2`; Python's own options are left out. No program
     where the words start nothing.
     """
     first = argv[0] if argv else ""
-    at = next((i for i, word in enumerate(argv) if word == "-m" or word.endswith(".py")), 0)
-    if first not in STARTERS or not at:
+    script = next((i for i, word in enumerate(argv) if word == "-m" or word.endswith(".py")), 0)
+    if first not in LAUNCHERS or not script:
         return "", argv
-    before = [] if first.startswith("python") else argv[2 if first == "accelerate" else 1 : at]
-    return first, argv[at + (2 if argv[at] == "-m" else 1) :] + before
+    rest = argv[script + (2 if argv[script] == "-m" else 1) :]
+    if first.startswith("python"):
+        module = argv[script + 1] if argv[script] == "-m" and rest else ""
+        return _split_launcher(["torchrun", *rest]) if module in TORCHRUN else (first, rest)
+    name = "accelerate launch" if first == "accelerate" else first
+    return name, rest + argv[len(name.split()) : script]
 
 
 def _command(argv: Sequence[str]) -> str:

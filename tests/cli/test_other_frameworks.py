@@ -97,12 +97,15 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         (
             "trl sft --packing true --max_length 8192 --per_device_train_batch_size 1 --gradient_accumulation_steps 8",
             [
-                "N = 1 × gradient_accumulation_steps × launch.devices × data.max_length / tokens_per_row (there a row",
-                "N = 8 × per_device_train_batch_size × launch.devices × data.max_length / tokens_per_row (there a row",
+                "N = 1 × gradient_accumulation_steps × launch.devices × launch.nodes × data.max_length / tokens_per_row (the",
+                "N = 8 × per_device_train_batch_size × launch.devices × launch.nodes × data.max_length / tokens_per_row (the",
             ],
         ),
         ("sft --padding_free true --per_device_train_batch_size 4", ["type algorithm.batch_size=4 (rows of a step"]),
-        ("megatron sft --packing --global_batch_size 16", ["N = 16 × data.max_length / tokens_per_row (there a row"]),
+        (
+            "megatron sft --packing --global_batch_size 16",
+            ["N = 16 × data.max_length / tokens_per_row (the"],
+        ),
         (
             "trl rloo --beta 0.05",
             ["--beta: type algorithm.kl_estimator=k1 algorithm.kl_in=reward algorithm.kl_coef=0.05\n"],
@@ -116,8 +119,11 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             "swift rlhf --cpo_alpha 0.5 --rlhf_type simpo",
             ["algorithm=simpo algorithm.sft_coef=0.5 ", "sft_coef=0.5 (a"],
         ),
-        ("swift rlhf --rlhf_type simpo", ["type algorithm=simpo algorithm.sft_coef=1 (there cpo_alpha"]),
-        ("axolotl train --rl simpo", ["type algorithm=simpo algorithm.sft_coef=1 (there cpo_alpha"]),
+        (
+            "swift rlhf --rlhf_type simpo",
+            ["type algorithm=simpo algorithm.sft_coef=1 (the other"],
+        ),
+        ("axolotl train --rl simpo", ["type algorithm=simpo algorithm.sft_coef=1 (the other"]),
         ("algorithm=simpo --cpo_alpha 0.5", ["--cpo_alpha: type algorithm.sft_coef=0.5 "]),
         (
             "swift rlhf --rlhf_type cpo --cpo_alpha 0.5 --beta 0.2",
@@ -156,14 +162,14 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             "algorithm=grpo actor_rollout_ref.actor.policy_loss.loss_mode=sapo loss_agg_mode=token-mean",
             [
                 "policy_loss=sapo algorithm.loss_aggregation=seq_mean_token_mean ",
-                "job; leave it out: unused there with",
+                "job; leave it out: verl does not use it with",
             ],
         ),
         # the same KL
         ("trl grpo --beta 0.04", ["--beta: type algorithm.kl_estimator=k3_ratio algorithm.kl_coef=0.04\n"]),
         (
             "trl grpo --beta 0.04 --use_bias_correction_kl false",
-            ["--beta: type algorithm.kl_estimator=k3 algorithm.kl_coef=0.04\n", "leave it out: the answer to beta has"],
+            ["--beta: type algorithm.kl_estimator=k3 algorithm.kl_coef=0.04\n", "leave it out: the line of beta sets"],
         ),
         ("trl grpo --use_bias_correction_kl true", ["--use_bias_correction_kl: leave it out: unused unless beta is"]),
         ("trl grpo --init_kl_coef 0.05", ["--init_kl_coef: type algorithm.kl_estimator=k3 algorithm.kl_coef=0.05\n"]),
@@ -181,7 +187,7 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         ("grpo --advantage_estimator reinforce", ["--advantage_estimator: type algorithm=reinforce_pp\n"]),
         (
             "llamafactory-cli train --stage ppo --ppo_target 6.0",
-            ["type algorithm.kl_estimator=k1 algorithm.kl_target=N, N = 6.0 / tokens_per_completion (there"],
+            ["type algorithm.kl_estimator=k1 algorithm.kl_target=N, N = 6.0 / tokens_per_completion (LLaMA-Factory"],
         ),
         ("ppo --kl_target 0.1", ["--kl_target: type algorithm.kl_estimator=k1 algorithm.kl_target=0.1\n"]),
         # the same weights of samples
@@ -192,14 +198,14 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         (
             "trl grpo --vllm_importance_sampling_clip_max 2.5 --vllm_importance_sampling_mode token_truncate",
             [
-                "clip_max: leave it out: the answer to vllm_importance_sampling_mode has it\n",
+                "clip_max: leave it out: the line of vllm_importance_sampling_mode sets this already\n",
                 "type algorithm.correction=tis algorithm.correction_level=token algorithm.correction_max=2.5\n",
             ],
         ),
         (
             "trl grpo --vllm_importance_sampling_clip_min 0.2 --vllm_importance_sampling_mode sequence_mask",
             [
-                "clip_min: leave it out: the answer to vllm_importance_sampling_mode has it\n",
+                "clip_min: leave it out: the line of vllm_importance_sampling_mode sets this already\n",
                 "correction_level=sequence algorithm.correction_max=3 algorithm.correction_min=0.2\n",
             ],
         ),
@@ -221,15 +227,15 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         ),
         (
             "swift rlhf --rlhf_type grpo --rollout_importance_sampling_mode sequence_mask",
-            ["there a sequence's weight is the geometric mean of its tokens' weights, here it is their product; type"],
+            ["ms-swift takes the geometric mean of a sequence's token weights, and this project their product; type"],
         ),
         ("grpo --enable_vllm_is_correction", ["algorithm.correction=tis algorithm.correction_level=token algorithm.c"]),
         (
             "algorithm=grpo algorithm.rollout_correction.rollout_is=token "
             "algorithm.rollout_correction.rollout_rs=token algorithm.rollout_correction.rollout_rs_threshold=4.0",
             [
-                "rollout_is: not an option of algorithm=grpo; leave it out: the answer to rollout_rs has it ",
-                "correction_level=token algorithm.correction_max=4 algorithm.correction_min=0.25 (it masks and weights",
+                "rollout_is: not an option of algorithm=grpo; leave it out: the line of rollout_rs sets this already ",
+                "correction_level=token algorithm.correction_max=4 algorithm.correction_min=0.25 (mis masks",
             ],
         ),
         # the same number of steps and rows
@@ -237,7 +243,7 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             "trl grpo --max_steps 500 --num_iterations 2 --steps_per_generation 4 --warmup_ratio 0.1 --save_steps 100 "
             "--eval_steps 50 --warmup_steps 20",
             [
-                "--max_steps: type steps=63 (there an optimizer update is a step",
+                "--max_steps: type steps=63 (in TRL and ms-swift a step is one optimizer update",
                 "--warmup_ratio: type schedule.warmup_steps=7 (",
                 "--save_steps: type checkpoint.every=13 (",
                 "--eval_steps: type evaluation.every=7 (",
@@ -250,16 +256,20 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         ),
         (
             "trl grpo --max_steps 500 --generation_batch_size 256",
-            ["--max_steps: type steps=N, N = 500 / (algorithm.mini_batches × algorithm.epochs) (there"],
+            ["--max_steps: type steps=N, N = 500 / (algorithm.mini_batches × algorithm.epochs) (in TRL"],
         ),
         ("trl grpo --max_steps 500 --save_steps 100", ["type steps=500\n", "type checkpoint.every=100\n"]),
         ("trl grpo --max_steps -1 --num_iterations 2", ["--max_steps: leave it out\n"]),
         ("ppo --num_episodes 2", ["--num_episodes: type epochs=2 (passes"]),
         (
             "sft --nproc_per_node 8 --nnodes 2 --per_device_train_batch_size 4",
-            ["--nproc_per_node: type launch.devices=16 (", "type algorithm.batch_size=64 (rows"],
+            [
+                "--nproc_per_node: type launch.devices=8\n",
+                "type launch.nodes=2 (",
+                "type algorithm.batch_size=64 (rows",
+            ],
         ),
-        ("sft --num_processes 8 --num_machines 2", ["--num_processes: type launch.devices=8\n"]),
+        ("sft --num_processes 8 --num_machines 2", ["--num_processes: type launch.devices=4\n"]),
         # the same tokens
         (
             "trl sft --assistant_only_loss false",
@@ -268,7 +278,7 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         (
             "trl sft --assistant_only_loss false --completion_only_loss true",
             [
-                "--assistant_only_loss: leave it out: the answer to completion_only_loss has it\n",
+                "--assistant_only_loss: leave it out: the line of completion_only_loss sets this already\n",
                 "type chat.train_on=assi",
             ],
         ),
@@ -284,10 +294,16 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         ("python train.py seed=1", ["no verb named 'python'; type run …\n"]),
         (
             "torchrun --nproc_per_node 8 --nnodes 2 src/train.py x.yaml --stage sft --learning_rate 1e-5",
-            ["type run +recipe=x.yaml", "launch.devices=16 (", "launch.nodes=2 (", "algorithm=sft\n", "lr=1e-05\n"],
+            ["type run +recipe=x.yaml", "launch.devices=8\n", "launch.nodes=2 (", "algorithm=sft\n", "lr=1e-05\n"],
         ),
         ("accelerate launch --num_processes 4 -m axolotl.cli.train x.yaml", ["+recipe=x.yaml\n", "launch.devices=4\n"]),
-        ("accelerate launch", ["launch.devices=N starts the processes"]),
+        (
+            "python -m torch.distributed.run --nproc_per_node 8 train.py --learning_rate 1e-5",
+            ["no verb named 'torchrun'; type run …\n", "nproc_per_node: type launch.devices=8\n", "lr=1e-05\n"],
+        ),
+        ("deepspeed train.py", ["no verb named 'deepspeed'; to start processes: launch.devices=N"]),
+        ("accelerate launch train.py", ["no verb named 'accelerate launch'; to start processes: launch.devices=N"]),
+        ("accelerate launch", ["to start processes: launch.devices=N"]),
         ("trl rloo --beta 0.0", ["--beta: type algorithm.kl_estimator=none\n"]),
         ("swift rlhf --rlhf_type grpo --kl_in_reward true --beta 0.04", ["kl_in=reward algorithm.kl_coef=0.04\n"]),
         (
