@@ -83,7 +83,7 @@ def export(
     """
     if quantize == "w4a16" and spec.device.kind is NPU:
         raise EnvironmentProblem("--quantize w4a16: vllm-ascend has it for expert layers only\n  type --quantize w8a8")
-    if (check or other) and "scalar" in spec.algorithm.trained_models().values():
+    if (check or other) and not quantize and next(iter(spec.algorithm.trained_models().values())) == "scalar":
         raise EnvironmentProblem("--check and --with compare answers, and a reward model has none; leave them out")
     from runner.interfaces import as_generative
     from runner.launch.export_check import LARGEST_CHECKED, check_export, run_prompts

@@ -104,6 +104,9 @@ def test_a_new_repository_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_check_of_a_reward_model_is_refused(asked: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="a reward model has none"):
         export(RunFolder(tmp_path), compose_job(["+recipe=rm_demo"]).spec, "last", None, **asked)
+    (tmp_path / "spec.yaml").write_text("{}")
+    with pytest.raises(CheckpointError, match="no checkpoint was written yet"):  # of a policy, beside its critic
+        export(RunFolder(tmp_path), compose_job(["+recipe=ppo_demo"]).spec, "last", None, **asked)
 
 
 def test_an_out_that_is_taken_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
