@@ -123,13 +123,14 @@ def _first_run_spec(sources: Sequence[ModelSource]) -> JobSpec | None:
 def take_edits(drafted: JobDraft, own: JobSpec | None) -> dict[str, dict[str, Any]]:
     """Remove options typed for sets of the run from the draft; returns these sets with the options.
 
-    A preset that was named replaces the run's set.
+    A preset that was named, and a set with data of its own, replace the run's set.
     """
     sets, prefix = drafted.data["evaluation"]["sets"], "evaluation.sets."
     files = (key for key, who in drafted.origins.items() if key.startswith(prefix) and who != COMMAND_LINE)
     presets = {key.split(".")[2] for key in files}
     known = own.evaluation.sets if own and isinstance(sets, dict) else {}
     names = [name for name in known if isinstance(sets.get(name), dict) and name not in presets]
+    names = [name for name in names if "name" not in (sets[name].get("data") or {})]
     return {name: _overlay(known[name], sets.pop(name)) for name in names}
 
 
@@ -153,7 +154,7 @@ def _refuse_without_data(sets: Sequence[EvaluationSet], own: JobSpec | None, edi
         )
     if sets and edits:
         text = f"evaluation.sets.{sets[0].name} is a new set, evaluation.sets.{next(iter(edits))} one of the run"
-        raise UsageError(f"run eval: {text}; type two commands")
+        raise UsageError(f"run eval: {text}; type a command for each")
 
 
 def _of_first_run(

@@ -181,8 +181,8 @@ SORT = {
 }
 
 
-def test_typed_options_of_a_runs_set_are_no_new_set() -> None:
-    """A preset that is named, and a set that the run does not have, are new ones."""
+def test_typed_options_edit_the_sets_of_the_run() -> None:
+    """A preset, a set with data of its own, and one that the run does not have are new ones."""
     own = compose_job(["evaluation.sets.sort={data: {name: demo}}"]).spec
     own = own.model_copy(update={"evaluation": EvaluationConfig(sets={"sort": SORT})})
     drafted = draft(["evaluation.sets.sort.data.digits=5", "evaluation.sets.sort.reward.name=exact"])
@@ -191,6 +191,7 @@ def test_typed_options_of_a_runs_set_are_no_new_set() -> None:
     assert edited == {"data": {**SORT["data"], "digits": 5}, "reward": {"name": "exact"}}
     assert take_edits(draft(["+evaluation=[sort]", "evaluation.sets.sort.samples=2"]), own) == {}
     assert take_edits(draft(["evaluation.sets.other.samples=2"]), own) == {}
+    assert take_edits(draft(["evaluation.sets.sort={data: {name: demo, digits: 3}}"]), own) == {}
 
 
 def test_a_runs_set_is_evaluated_with_typed_options(work: Path, tmp_path: Path) -> None:
@@ -204,7 +205,7 @@ def test_a_runs_set_is_evaluated_with_typed_options(work: Path, tmp_path: Path) 
     assert sets["held_out"]["max_new_tokens"] == 6 and sets["sort"]["max_new_tokens"] == 3
     assert sets["sort"]["data"]["digits"] == 6 and sets["sort"]["reward"]["tolerance"] == 0.5
     said = command.run("eval", "run", "evaluation.sets.sort.samples=2", "+evaluation=[sum]", cwd=tmp_path, code=2)
-    assert "evaluation.sets.sum is a new set, evaluation.sets.sort one of the run; type two commands" in said
+    assert "evaluation.sets.sum is a new set, evaluation.sets.sort one of the run; type a command for each" in said
     said = command.run("eval", "run", "evaluation.sets.sort.temperature=2", cwd=tmp_path, code=2)
     assert "evaluation.sets.sort.temperature: greedy decoding has no temperature" in said
 
