@@ -108,7 +108,7 @@ class TinkerAlgorithmConfig(AlgorithmConfig):
         changed = [f"{part}.{name}" for part in parts for name in _changed_options(getattr(job, part))]
         changed += [name for name in _changed_options(job) if name in ("steps", "epochs")]
         changed += [f"callbacks.{name}" for name in job.callbacks.by_name]
-        text = "is not used by run tinker, whose clients make the steps; leave it out"
+        text = "is not used by run tinker, because its clients run the training loop; leave it out"
         found += [(name, text) for name in changed if name not in USED_BY_TINKER]
         if self.micro_batch_tokens is None:
             found.append(("algorithm.micro_batch_tokens", "run tinker does not know its clients' rows; type a number"))

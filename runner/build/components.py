@@ -166,7 +166,9 @@ def _model_factory(
             _stop_at_turn_ends(model.inner, tokenizer, spec.chat, decide)
         model = build_component(spec.adapter, model, decide=decide)
         if trains and not model.trainable():
-            text = f"the adapter {model.weights_source.adapter} is in frozen parts alone; leave out the part to train"
+            text = (
+                f"all weights of the adapter {model.weights_source.adapter} are in frozen parts; remove a part to train"
+            )
             raise SpecError([Problem("model.freeze", text)])
         if trains and head != "scalar" and "adapter" in spec.sampler.weights_to_send():
             _check_sent_adapter(spec, model)  # here, where it is known what was adapted, and no engine has started

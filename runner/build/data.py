@@ -54,7 +54,9 @@ def build_data(
         length_limit=_item_length_limit(spec, tokenizer, kind),
     )
     if kind == "pairs" and "margin" in data.columns and not spec.algorithm.uses_margin():
-        decide.record_fact("data.rename_columns", "not read: margin", "only algorithm=rm with use_margin=true uses it")
+        decide.record_fact(
+            "data.rename_columns", "not read: margin", "only algorithm=rm algorithm.use_margin=true reads it"
+        )
     own = sorted({*VARIABLE_COLUMNS} & {*data.columns})
     if own and data.prompt_style == "chat" and spec.environment.most_turns() > 1:
         text = f"column {own[0]}: rows with variables of their own for the chat template have one turn, but"

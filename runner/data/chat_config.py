@@ -42,8 +42,8 @@ class ChatConfig(Config):
     )
     train_on: Literal["assistant", "answers", "last", "all"] = Field(
         default="assistant",
-        description="Loss mask of sft and distill: every assistant turn, these without reasoning (answers), the last, "
-        "or all.",
+        description="Loss mask of sft and distill: all assistant turns, those without reasoning (answers), the last "
+        "one, or all tokens.",
     )
     drop: Annotated[tuple[DropPart, ...], Field(strict=False)] = Field(
         default=(), description="Parts of conversations to drop because the template cannot render them."

@@ -133,7 +133,7 @@ class ToolEnvironmentConfig(EnvironmentConfig):
         "played, each in a process.",
     )
     max_failures: int = Field(
-        default=64, ge=1, description="Stop the run after this many consecutive episodes of a rank that failed."
+        default=64, ge=1, description="Stop the run after this many consecutive failed episodes on one rank."
     )
 
     def most_turns(self) -> int:
@@ -193,7 +193,7 @@ class AgentEnvironmentConfig(CommandEnvironmentConfig):
     )
     workers: int = Field(default=32, ge=1, description="Number of programs of a rank that run at the same time.")
     max_failures: int = Field(
-        default=64, ge=1, description="Stop the run after this many consecutive episodes of a rank that failed."
+        default=64, ge=1, description="Stop the run after this many consecutive failed episodes on one rank."
     )
 
     def most_turns(self) -> int:

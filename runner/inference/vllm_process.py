@@ -52,8 +52,8 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
         text = "the run's sampler.stop and sampler.stop_token_ids end only completions of requests that name them"
         print(f"engine=vllm: {text} (stop, stop_token_ids)", file=sys.stderr)
     if api_key is not None:
-        text = "vLLM wants the key below /v1 only; /invocations generates without one"
-        print(f"engine=vllm: {text}: let other machines reach /v1 alone, through a proxy", file=sys.stderr)
+        text = "vLLM checks the API key below /v1 only; /invocations generates without one"
+        print(f"engine=vllm: {text}. Let other machines reach /v1 alone, through a proxy", file=sys.stderr)
     log = _log_path(source)
     source, step = exported_source(source)
     check_adapters(source)

@@ -24,7 +24,7 @@ class LaunchConfig(ComponentConfig):
     group: ClassVar[str] = "launch"
     queued: ClassVar[bool] = False  # whether it runs as a Slurm job and handles Slurm's signals
     devices: int = Field(
-        default=1, ge=1, description="Ranks that train on each machine, one per device; with launch=ray, of the job."
+        default=1, ge=1, description="Training ranks per machine, one per device; with launch=ray, of the whole job."
     )
     samplers: int = Field(
         default=0, ge=0, description="Number of further devices that only sample; 0 = the ranks sample."

@@ -97,8 +97,8 @@ def refuse_other_launcher(spec: JobSpec) -> None:
         raise EnvironmentProblem(f"launch={own.name}: torchrun already started this process; leave it out")
     for name, value, unused in (("samplers", own.samplers, 0), ("attempts", own.attempts, 1)):
         if is_rank and value > unused:
-            text = f"launch.{name}={value}: torchrun starts only ranks, once; leave it out, or start without torchrun"
-            raise EnvironmentProblem(text)
+            text = f"launch.{name}={value}: torchrun starts only ranks, once"
+            raise EnvironmentProblem(f"{text}; type launch.{name}={unused}, or start without torchrun")
     if own.here and own.machines == 1 and not (own.queued or is_rank):
         _refuse_duplicate_launch(os.environ)
 

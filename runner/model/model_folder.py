@@ -344,7 +344,7 @@ def fetch_modelscope(path: str, revision: str | None = None) -> str:
     from runner.core.http_client import modelscope_site, site_fault
 
     hint = f"modelscope download --model {path} --local_dir {path.rpartition('/')[2]}"
-    hint += "  # on a machine that reaches it; then copy the folder, and type that folder"
+    hint += "  # on a machine with access to it; then copy the folder here, and type its path"
     if fault := site_fault(modelscope_site(os.environ), ANSWER_S, os.environ):
         raise EnvironmentProblem(f"{MODELSCOPE}{path}: {fault}\n  {hint}")
     try:

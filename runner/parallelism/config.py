@@ -120,7 +120,7 @@ class MeshConfig(MultiProcessConfig):
         default=1,
         ge=-1,
         description="Number of data-parallel and cp ranks that split the experts of a layer (expert parallel, "
-        "all-to-all of tokens); -1 = all of them, with sharding those of one replica.",
+        "all-to-all of tokens); -1 = all ranks; with sharding, all of one replica.",
     )
     cp_backend: Literal["ulysses", "ring"] | None = Field(
         default=None,

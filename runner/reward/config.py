@@ -44,7 +44,7 @@ class FallibleConfig(RewardConfig):
     """A reward that may be unable to score a sample."""
 
     max_failures: int = Field(
-        default=8, ge=1, description="Stop the run after this many consecutive groups of a rank without a score."
+        default=8, ge=1, description="Stop the run after this many consecutive groups without a score on one rank."
     )
 
 
@@ -259,7 +259,7 @@ class HttpConfig(FallibleConfig):
     factory: ClassVar[str] = "runner.reward.http:build"
     name: Literal["http"] = "http"
     max_failures: int = Field(
-        default=32, ge=1, description="Stop the run after this many consecutive groups of a rank without a score."
+        default=32, ge=1, description="Stop the run after this many consecutive groups without a score on one rank."
     )
     url: str = Field(min_length=1, description="URL of the service, e.g. http://localhost:8000/score.")
     workers: int = Field(default=4, ge=1, description="Number of concurrent requests; each has one group.")

@@ -251,9 +251,16 @@ def check_spec_unchanged(spec: JobSpec, saved: Mapping[str, Any], free: Collecti
     then = translate_spec({KEY: saved.get(KEY, 0), **saved["spec"]}).data
     now, before = dict(iter_leaves(immutable_fields(spec))), dict(iter_leaves(then))
     # An option that the checkpoint lacks is newer than the checkpoint; a new key of a mapping is a change.
-    mappings = tuple(f"{option}." for option in spec.mapping_options())
+    options = [f"{option}." for option in spec.mapping_options()]
+    mappings = tuple(one for one in options if any(f"{key}.".startswith(one) for key in before))
+
+    def fault(key: str) -> str:
+        if key not in before:
+            return f"is {now[key]} now, and the checkpoint has no such key; remove it"
+        return f"was {before[key]} in the checkpoint, but is {now.get(key)} now; restore it"
+
     problems = [
-        Problem(key, f"was {before.get(key)} in the checkpoint, but is {now.get(key)} now; restore it", "spec.yaml")
+        Problem(key, fault(key), "spec.yaml")
         for key in (*before, *(key for key in now if key not in before and key.startswith(mappings)))
         if now.get(key) != before.get(key) and not {key, key.partition(".")[0]} & {*free, *RESUMABLE}
     ]

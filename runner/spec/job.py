@@ -78,8 +78,8 @@ class JobSpec(Config):
     )
     strict: bool = Field(
         default=False,
-        description="Make a request that is not fulfilled (kernel, dtype, fallback) an error; auto and null request a "
-        "choice, which is printed.",
+        description="Make a fallback from what is requested (kernel, dtype) an error; what auto and null choose is "
+        "printed.",
     )
     device: DeviceConfig
     parallelism: ParallelismConfig

@@ -27,7 +27,7 @@ class TinkerConfig(Config):
     max_samplers: int = Field(
         default=8,
         ge=1,
-        description="Number of sampling weights on the device above which idle ones are removed; the disk has all.",
+        description="Number of sampler weights kept on the device; above it, idle ones are removed. All stay on disk.",
     )
     max_requests: int = Field(default=4096, ge=1, description="Maximum number of unanswered requests of a key.")
     max_request_values: int = Field(

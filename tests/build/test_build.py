@@ -65,13 +65,13 @@ def test_a_model_without_a_head_of_one_number_is_refused_before_its_data_is_read
 @pytest.mark.parametrize(
     ("words", "is_read"), [("rm", True), ("rm algorithm.use_margin=false", False), ("dpo", False), ("simpo", False)]
 )
-def test_a_margin_that_the_algorithm_does_not_use_is_named(words: str, is_read: bool, workdir: Path) -> None:
+def test_a_margin_column_that_is_not_read_is_reported(words: str, is_read: bool, workdir: Path) -> None:
     Path("rows.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2}) + "\n")
     given = ["data=file", "data.path=rows.jsonl", "data.cache=false", "model=tiny"]
     spec, decide = compose_job([*given, *f"algorithm={words}".split()]).spec, Decisions()
     build_data(spec, build_tokenizer(spec, decide), decide)
     said = [str(one) for one in decide.entries if "margin" in str(one)]
-    named = "data.rename_columns: not read: margin (only algorithm=rm with use_margin=true uses it)"
+    named = "data.rename_columns: not read: margin (only algorithm=rm algorithm.use_margin=true reads it)"
     assert said == ([] if is_read else [named])
 
 

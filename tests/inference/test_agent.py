@@ -450,7 +450,7 @@ def test_a_result_that_is_printed_between_poll_and_exit_check_is_read(
     assert [one.environment.score for one in seen.completions] == [0.25]  # type: ignore[union-attr]
 
 
-def test_the_time_in_the_queue_is_not_that_of_the_program(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timeout_excludes_the_time_in_the_queue(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = AgentSession.__init__
 
     def waited(session: AgentSession, *given: Any) -> None:

@@ -103,7 +103,7 @@ def test_times_are_spoken() -> None:
     assert {seconds: duration_words(seconds) for seconds in times} == times
 
 
-def test_a_run_that_the_product_wrote_is_evidence(tmp_path: Path) -> None:
+def test_a_saved_run_gives_the_estimate(tmp_path: Path) -> None:
     spec = compose_job(["+recipe=sft_demo", "optimizer.lr=0.25"]).spec
     spec = spec.model_copy(update={"chat": spec.chat.model_copy(update={"date": "2026-11-20"})})
     folder = a_run(tmp_path / "2026-11-21" / "1-a", 120.0)

@@ -413,7 +413,7 @@ def test_an_option_that_the_server_does_not_use_is_an_error() -> None:
     found = {problem.key: problem.message for problem in caught.value.problems}
     assert found["reward"] == "run tinker does not support reward=exact; type reward=none" and "environment" in found
     for key in ("callbacks.stop_when", *(word.partition("=")[0] for word in UNUSED)):
-        assert found[key] == "is not used by run tinker, whose clients make the steps; leave it out"
+        assert found[key] == "is not used by run tinker, because its clients run the training loop; leave it out"
     spec_of("chat.date=2026-01-31", "chat.template=chatml", "algorithm.micro_batch_tokens=512")
 
 

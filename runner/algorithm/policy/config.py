@@ -52,7 +52,8 @@ class PolicyConfig(ReferenceBasedConfig):
         default="token", description="Level of the importance ratio; sequence = GSPO's mean over the tokens."
     )
     loss_aggregation: Annotated[str, RegisteredFunction("aggregation")] = Field(
-        default="token_mean", description="Aggregation of token losses; denominators count a mini-batch over all ranks."
+        default="token_mean",
+        description="Aggregation of token losses; its denominators count the whole mini-batch, on all ranks.",
     )
     kl_estimator: Annotated[str, RegisteredFunction("kl_estimator", others=("none",))] = Field(
         default="none", description="Estimator of the KL divergence from the reference; none = no reference model."
@@ -233,7 +234,7 @@ class GrpoConfig(PolicyConfig):
     max_resample_rounds: int | None = Field(
         default=None,
         ge=1,
-        description="Maximum rounds of prompts per step under zero_variance=resample, the first included; null = 4.",
+        description="Maximum sampling rounds per step under zero_variance=resample, with the first; null = 4.",
     )
 
     @property

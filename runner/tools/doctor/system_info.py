@@ -305,7 +305,8 @@ def wandb(machine: SystemInfo) -> CheckResult:
     overruled = [name for name in names if name in machine.environment]
     if overruled:
         named = ", ".join(f"{name}={machine.environment[name]}" for name in overruled)
-        return warning(f"{version}; {named} has no effect: a job's own options are used", f"unset {overruled[0]}")
+        text = f"{version}; {named}: no effect, a job's own options are used"
+        return warning(text, f"unset {' '.join(overruled)}")
     home = machine.environment.get("HOME", "/root")
     known = "WANDB_API_KEY" in machine.environment or "api.wandb.ai" in (machine.read(f"{home}/.netrc") or "")
     how = "an API key is set" if known else "no API key: for tracker.mode=online, wandb login"

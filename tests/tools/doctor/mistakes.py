@@ -408,7 +408,7 @@ MISTAKES = {
     ),
     "a variable of W&B that the job overrules": (
         variables(WANDB_MODE="online", WANDB_DIR="/data"),
-        ("W&B", WARNING, "WANDB_MODE=online, WANDB_DIR=/data has no effect", "unset WANDB_MODE"),
+        ("W&B", WARNING, "WANDB_MODE=online, WANDB_DIR=/data: no effect", "unset WANDB_MODE WANDB_DIR"),
     ),
     "the antlr of math-verify's extra": (
         installed(antlr4_python3_runtime="4.13.2"),
