@@ -306,7 +306,9 @@ class RemoteConfig(SourceConfig):
     )
     subset: str | None = Field(default=None, description="The data set's configuration name, e.g. main.")
     split: str = Field(default="train", min_length=1, description="Split to train on.")
-    eval_split: str | None = Field(default=None, description="Split of each data set to evaluate on; null = none.")
+    eval_split: str | None = Field(
+        default=None, description="Split to evaluate on, of the first data set of a mixture; null = no evaluation."
+    )
     revision: str | None = Field(default=None, description="Branch, tag or commit; null = the default branch.")
 
     def as_held_out(self) -> Self:

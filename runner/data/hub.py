@@ -128,10 +128,9 @@ def fetch_modelscope(path: str, revision: str | None, key: str) -> str:
         raise EnvironmentProblem(f"{key}={path} cannot be downloaded from {site}: {error}\n  {hint}") from error
 
 
-def load_sources(config: RemoteConfig) -> tuple[list[HubSource], list[HubSource]]:
-    """(training sources, their held-out splits). Raises DataError, EnvironmentProblem."""
+def load_sources(config: RemoteConfig) -> tuple[list[HubSource], HubSource | None]:
+    """(training sources, held-out source). Raises DataError, EnvironmentProblem."""
     training = [load_split(config, path, config.split, streaming=config.streaming) for path in config.sources()]
     if config.eval_split is None:
-        return training, []
-    key = "data.eval_split of data.path"
-    return training, [load_split(config, path, config.eval_split, key) for path in config.sources()]
+        return training, None
+    return training, load_split(config, config.sources()[0], config.eval_split, "data.eval_split of data.path")

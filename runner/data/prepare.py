@@ -301,17 +301,18 @@ def summarize(check: FormatCheck, limit: LengthLimit, tally: TruncationCounts) -
 
 
 def build_data(
-    prepare: SourcePreparation, sources: Sequence[RowSource], held_out: Sequence[RowSource], seed: int
+    prepare: SourcePreparation, sources: Sequence[RowSource], held_out: RowSource | None, seed: int
 ) -> TokenizedData:
     """Tokenize (or read from the cache) all sources and order them. Raises DataError, StorageError."""
     config, kind = prepare.config, prepare.kind
     if config.streaming:
         from runner.data.streaming import build_stream
 
-        return build_stream(prepare, sources[0], held_out[0] if held_out else None, seed)
+        return build_stream(prepare, sources[0], held_out, seed)
     holdout = prepare.holdout(sources)
     portions = [DataSplit(source, kind, holdout) for source in sources]
-    portions += [DataSplit(source, held_out_reading(kind)) for source in held_out]
+    if held_out is not None:
+        portions.append(DataSplit(held_out, held_out_reading(kind)))
     portions += [DataSplit(p.source, held_out_reading(kind), p.holdout, held_out=True) for p in portions if p.holdout]
     keys = [prepare.key(portion) for portion in portions]
     built = [prepare.table(portion, key) for portion, key in zip(portions, keys, strict=True)]
@@ -375,7 +376,7 @@ def build(
     Raises DataError, EnvironmentProblem or StorageError.
     """
     training: Sequence[RowSource]
-    held_out: Sequence[RowSource]
+    held_out: RowSource | None
     if isinstance(config, RemoteConfig):
         from runner.data.hub import load_sources  # `datasets` is imported for these alone
 
@@ -386,14 +387,13 @@ def build(
     return build_data(prepare, training, held_out, seed)
 
 
-def _file_sources(config: FileConfig, decide: Decide) -> tuple[list[FileSource], list[FileSource]]:
-    """(training sources, the held-out one); says which files beside them are not read. Raises DataError."""
-    training, found = find_sources(config.sources(), config.eval_path, streamed=config.streaming)
-    held_out = [found] if found else []
+def _file_sources(config: FileConfig, decide: Decide) -> tuple[list[FileSource], FileSource | None]:
+    """(training sources, held-out source); says which files beside them are not read. Raises DataError."""
+    training, held_out = find_sources(config.sources(), config.eval_path, streamed=config.streaming)
     if training[0].is_sampled:
         text = "names, sizes, modification times, first and last MiB of each file"
         decide.record_fact("data.fingerprint", text, "the stream is above 1 GiB; a run resumes with the same data only")
-    for source in [*training, *held_out]:
+    for source in [*training, *([held_out] if held_out else [])]:
         if source.file_list.ignored:
             names = f"not read: {', '.join(source.file_list.ignored)}"
             decide.record_fact("data.files", names, f"{source.key}={source.name}")

@@ -97,14 +97,14 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         (
             "trl sft --packing true --max_length 8192 --per_device_train_batch_size 1 --gradient_accumulation_steps 8",
             [
-                "N = 1 × gradient_accumulation_steps × launch.devices × launch.nodes × data.max_length / tokens_per_row (the",
-                "N = 8 × per_device_train_batch_size × launch.devices × launch.nodes × data.max_length / tokens_per_row (the",
+                "N = 1 × gradient_accumulation_steps × launch.devices × launch.nodes × data.max_length / tokens",
+                "N = 8 × per_device_train_batch_size × launch.devices × launch.nodes × data.max_length / tokens",
             ],
         ),
         ("sft --padding_free true --per_device_train_batch_size 4", ["type algorithm.batch_size=4 (rows of a step"]),
         (
             "megatron sft --packing --global_batch_size 16",
-            ["N = 16 × data.max_length / tokens_per_row (the"],
+            ["N = 16 × data.max_length / tokens"],
         ),
         (
             "trl rloo --beta 0.05",

@@ -58,13 +58,6 @@ def test_a_data_set_of_the_hub_becomes_items(tokenizer: Any, tmp_path: Path) -> 
     assert any("data.path=someone/talks[train]: 6 items" in d.reason for d in decide.entries)
 
 
-@pytest.mark.usefixtures("cached")
-def test_each_data_set_of_a_mixture_has_its_held_out_split(tokenizer: Any, tmp_path: Path) -> None:
-    config = HubConfig(path=("someone/talks", "someone/talks"), eval_split="test", max_eval_examples=8)
-    data = build(config, tokenizer=tokenizer, seed=0, decide=Decisions(), cache_dir=tmp_path / "cache", kind="sft")
-    assert [q.answer for q in data.held_out_questions()] == [f"a{i}" for i in range(4)] * 2
-
-
 def source(rows: list[dict[str, Any]]) -> HubSource:
     return HubSource("someone/talks[train]", datasets.Dataset.from_list(rows))
 
