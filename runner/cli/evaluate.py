@@ -54,7 +54,7 @@ def run(args: Namespace) -> int:
     sources = [parse_source(text, checkpoint=args.checkpoint, base=args.base) for text in texts]
     own = _first_run_spec(sources)
     drafted = draft([*NO_JOB, *(word for word in words if not word.lstrip("+").startswith(TRUST))])
-    edits = take_edits(drafted, own)
+    edits = pop_run_set_options(drafted, own)
     spec = decode_draft(drafted, default_registry()).spec
     resolved = spec.evaluation.with_resolved_source(resolve_model_path)
     sets = [_with_options(one, args) for one in resolved.decoded_sets()]
@@ -120,7 +120,7 @@ def _first_run_spec(sources: Sequence[ModelSource]) -> JobSpec | None:
     return None if source is None else with_copied_files(source_spec(source), RunFolder(Path(source.path)))
 
 
-def take_edits(drafted: JobDraft, own: JobSpec | None) -> dict[str, dict[str, Any]]:
+def pop_run_set_options(drafted: JobDraft, own: JobSpec | None) -> dict[str, dict[str, Any]]:
     """Remove options typed for sets of the run from the draft; returns these sets with the options.
 
     A preset that was named, and a set with data of its own, replace the run's set.
@@ -131,15 +131,15 @@ def take_edits(drafted: JobDraft, own: JobSpec | None) -> dict[str, dict[str, An
     known = own.evaluation.sets if own and isinstance(sets, dict) else {}
     names = [name for name in known if isinstance(sets.get(name), dict) and name not in presets]
     names = [name for name in names if "name" not in (sets[name].get("data") or {})]
-    return {name: _overlay(known[name], sets.pop(name)) for name in names}
+    return {name: _merge_options(known[name], sets.pop(name)) for name in names}
 
 
-def _overlay(own: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_options(own: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
     """The options with those typed in place of them; a component that is named replaces the whole one."""
 
     def merge(old: Any, new: Any) -> Any:
         both = isinstance(old, dict) and isinstance(new, dict) and "name" not in new
-        return _overlay(old, new) if both else new
+        return _merge_options(old, new) if both else new
 
     return {**own, **{key: merge(own.get(key), value) for key, value in typed.items()}}
 

@@ -92,8 +92,8 @@ def write_image_processor(source: WeightsSource, folder: Path, tokenizer: Any) -
         images.save(folder)
 
 
-def copy_unread(source: WeightsSource, folder: Path) -> None:
-    """Copy the tensors of the folder that the model came from which the architecture lacks, byte for byte."""
+def copy_unused_tensors(source: WeightsSource, folder: Path) -> None:
+    """Copy tensors of the model's source that its architecture does not have, byte for byte."""
     names = source.unread
     found: dict[str, Tensor] = {}
     for shard in sorted(source.files.glob("*.safetensors")) if source.files and names else ():

@@ -292,7 +292,7 @@ class TransformersModel(SharedByAdapters, WithRouters):
                 export.write_tokenizer_and_verify(folder, self.tokenizer, num_trained)
                 export.write_image_processor(self.weights_source, folder, self.tokenizer)
                 if self.merges or self.module is self.inner:
-                    export.copy_unread(self.weights_source, folder)
+                    export.copy_unused_tensors(self.weights_source, folder)
 
     def hf_tensors(
         self, subset: WeightSubset, *, keep: bool = True, dtype: torch.dtype | None = None

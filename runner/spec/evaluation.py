@@ -107,7 +107,7 @@ class EvaluationConfig(AnswersConfig):
 
         max_new_tokens stays: a limit that nothing reaches, which recipes set for every algorithm.
         """
-        if not self.every or not has_loss_alone(job):
+        if not self.every or not measures_only_loss(job):
             return []
         why = f"changes nothing: held-out rows of algorithm={job.algorithm.name} have a loss, but no completions"
         found = []
@@ -157,8 +157,8 @@ class EvaluationConfig(AnswersConfig):
                     data.as_held_out().preflight("prompts")  # type: ignore[attr-defined]
 
 
-def has_loss_alone(job: Any) -> bool:
-    """Whether no completion is made to the job's own held-out rows; to the demo's pairs it is."""
+def measures_only_loss(job: Any) -> bool:
+    """Whether the job's held-out rows have only a loss, and no completions; pairs of data=demo have some."""
     makes_text = next(iter(job.algorithm.trained_models().values())) != "scalar"
     return not makes_text or (job.algorithm.item_kind in ("pairs", "judged") and job.data.renames_columns)
 

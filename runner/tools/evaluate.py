@@ -29,7 +29,7 @@ from runner.interfaces import TokenizedExample
 from runner.run_dir.folder import OUTPUTS, RunFolder, display_path, make_unique, write_atomic
 from runner.run_dir.manifest import LIBRARIES
 from runner.spec.base import ComponentConfig
-from runner.spec.evaluation import HELD_OUT, EvaluationSet, EvaluationSetConfig, has_loss_alone, without_bounds
+from runner.spec.evaluation import HELD_OUT, EvaluationSet, EvaluationSetConfig, measures_only_loss, without_bounds
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tools.report.page import Page, TableRow
@@ -91,7 +91,7 @@ def sets_of_run(spec: JobSpec) -> list[EvaluationSet]:
     own, why = [EvaluationSet(HELD_OUT, options, parts)], ""
     if not spec.data.holds_out:
         own, why = [], "the run has no held-out rows"
-    elif has_loss_alone(spec):
+    elif measures_only_loss(spec):
         own, why = [], f"held-out rows of algorithm={spec.algorithm.name} have no expected answer, only a loss"
         if spec.evaluation.sets:
             print_text(f"{HELD_OUT}: left out: {why}, which training measured", file=sys.stderr)

@@ -18,7 +18,7 @@ import yaml
 
 from runner.build import build_tokenizer
 from runner.build.data import build_data
-from runner.cli.evaluate import take_edits
+from runner.cli.evaluate import pop_run_set_options
 from runner.cli.job_builder import compose_job, draft
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, SpecError
@@ -186,12 +186,12 @@ def test_typed_options_edit_the_sets_of_the_run() -> None:
     own = compose_job(["evaluation.sets.sort={data: {name: demo}}"]).spec
     own = own.model_copy(update={"evaluation": EvaluationConfig(sets={"sort": SORT})})
     drafted = draft(["evaluation.sets.sort.data.digits=5", "evaluation.sets.sort.reward.name=exact"])
-    edited = take_edits(drafted, own)["sort"]
+    edited = pop_run_set_options(drafted, own)["sort"]
     assert drafted.data["evaluation"]["sets"] == {}
     assert edited == {"data": {**SORT["data"], "digits": 5}, "reward": {"name": "exact"}}
-    assert take_edits(draft(["+evaluation=[sort]", "evaluation.sets.sort.samples=2"]), own) == {}
-    assert take_edits(draft(["evaluation.sets.other.samples=2"]), own) == {}
-    assert take_edits(draft(["evaluation.sets.sort={data: {name: demo, digits: 3}}"]), own) == {}
+    assert pop_run_set_options(draft(["+evaluation=[sort]", "evaluation.sets.sort.samples=2"]), own) == {}
+    assert pop_run_set_options(draft(["evaluation.sets.other.samples=2"]), own) == {}
+    assert pop_run_set_options(draft(["evaluation.sets.sort={data: {name: demo, digits: 3}}"]), own) == {}
 
 
 def test_a_runs_set_is_evaluated_with_typed_options(work: Path, tmp_path: Path) -> None:
