@@ -81,7 +81,7 @@ def test_it_is_started_awaited_and_stopped(model: Path, tmp_path: Path) -> None:
         assert answer["key"] == "k" and "k" not in answer["words"]
         assert answer["words"][:2] == ["serve", str(model)] and answer["words"][-2:] == ["--max-model-len", "128"]
         printed = server.printed.read_text()
-        assert "/invocations generates without one: let other machines reach /v1 alone" in printed
+        assert "/invocations generates without one. Let other machines reach /v1 alone" in printed
         assert f"engine=vllm: vllm serve {model} --host 127.0.0.1 --port {server.address[1]}" in printed
         assert "this is the log of serve" in (tmp_path / "outputs" / "vllm-Qwen.log").read_text()
         assert server.stop(signal.SIGTERM) == 143
