@@ -52,7 +52,7 @@ def run(args: Namespace) -> int:
     from runner.inference.model_source import parse_source, resolve_model_path
 
     sources = [parse_source(text, checkpoint=args.checkpoint, base=args.base) for text in texts]
-    own = _first_run_spec(sources)
+    own = _first_run_spec(sources, _trusts_remote_code(words))
     drafted = draft([*NO_JOB, *(word for word in words if not word.lstrip("+").startswith(TRUST))])
     edits = pop_run_set_options(drafted, own)
     spec = decode_draft(drafted, default_registry()).spec
@@ -112,12 +112,14 @@ def _run_suite(args: Namespace, texts: Sequence[str], typed: Mapping[str, str]) 
     return 0
 
 
-def _first_run_spec(sources: Sequence[ModelSource]) -> JobSpec | None:
+def _first_run_spec(sources: Sequence[ModelSource], trusts_remote_code: bool) -> JobSpec | None:
     """The spec of the first run among the sources, with the copies of the user's files."""
     from runner.inference.model_source import source_spec
 
     source = next((one for one in sources if one.kind == "run"), None)
-    return None if source is None else with_copied_files(source_spec(source), RunFolder(Path(source.path)))
+    if source is None:
+        return None
+    return with_copied_files(source_spec(source, trust_remote_code=trusts_remote_code), RunFolder(Path(source.path)))
 
 
 def pop_run_set_options(drafted: JobDraft, own: JobSpec | None) -> dict[str, dict[str, Any]]:
@@ -200,5 +202,8 @@ def _settings(words: Sequence[str], spec: JobSpec) -> dict[str, Any]:
     """The arguments of `load_source`."""
     typed = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)}
     device = spec.device.model_dump(mode="json") if any(key.partition(".")[0] == "device" for key in typed) else None
-    trust = typed.get(TRUST.removesuffix("="), "false").lower() == "true"
-    return {"device": device, "dtype": typed.get("model.dtype"), "trust_remote_code": trust}
+    return {"device": device, "dtype": typed.get("model.dtype"), "trust_remote_code": _trusts_remote_code(words)}
+
+
+def _trusts_remote_code(words: Sequence[str]) -> bool:
+    return any(word.lstrip("+").lower() == f"{TRUST}true" for word in words)

@@ -18,14 +18,16 @@ import yaml
 
 from runner.build import build_tokenizer
 from runner.build.data import build_data
-from runner.cli.evaluate import pop_run_set_options
+from runner.cli.evaluate import _first_run_spec, pop_run_set_options
 from runner.cli.job_builder import compose_job, draft
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DataError, SpecError
+from runner.core.errors import DataError, SecurityError, SpecError
 from runner.inference.answer_journal import AnswerJournal, JournaledSampler
-from runner.inference.model_source import ModelSource, resolve_model_path
+from runner.inference.model_source import ModelSource, parse_source, resolve_model_path
 from runner.inference.torch_engine import TorchEngine
 from runner.interfaces import Request, Rollout, TokenizedExample
+from runner.launch.run_records import write_spec
+from runner.run_dir.folder import RunFolder
 from runner.spec.evaluation import EvaluationConfig
 from runner.spec.registry import default_registry
 from runner.tools.evaluate import (
@@ -192,6 +194,15 @@ def test_typed_options_edit_the_sets_of_the_run() -> None:
     assert pop_run_set_options(draft(["+evaluation=[sort]", "evaluation.sets.sort.samples=2"]), own) == {}
     assert pop_run_set_options(draft(["evaluation.sets.other.samples=2"]), own) == {}
     assert pop_run_set_options(draft(["evaluation.sets.sort={data: {name: demo, digits: 3}}"]), own) == {}
+
+
+def test_a_run_whose_model_has_code_of_its_own_needs_the_users_word(tmp_path: Path) -> None:
+    spec = compose_job(["+recipe=sft_demo", "model=hf", "model.path=A/B", "model.trust_remote_code=true"]).spec
+    write_spec(RunFolder(tmp_path), spec)
+    own = _first_run_spec([parse_source(str(tmp_path))], trusts_remote_code=True)
+    assert own is not None and own.model.runs_remote_code
+    with pytest.raises(SecurityError, match=r"type model\.trust_remote_code=true"):
+        _first_run_spec([parse_source(str(tmp_path))], trusts_remote_code=False)
 
 
 def test_a_runs_set_is_evaluated_with_typed_options(work: Path, tmp_path: Path) -> None:
