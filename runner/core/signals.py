@@ -84,15 +84,19 @@ class StopSignal:
 
     @contextmanager
     def interrupt_immediately(self) -> Iterator[None]:
-        """A block that a signal ends immediately, because there is nothing to save yet. Raises Interrupted."""
-        self._at_once = True
+        """A block that a signal ends immediately, because there is nothing to save yet. Raises Interrupted.
+
+        After a signal the block is not entered: the build of a large model would outlast the time that Slurm gives.
+        """
         try:
-            yield
+            self._at_once = True  # first: a signal after the check raises
+            if self.number is None:
+                yield
         except StopNow:
             assert self.number is not None
         finally:
             self._at_once = False
-        if self.number is not None:  # also a signal before the block, or one that a library caught
+        if self.number is not None:  # also one that a library caught
             name = signal_name(self.number)
             raise Interrupted(self.number, f"{name} before the first step ended; no checkpoint was written")
 

@@ -35,9 +35,8 @@ def main(root: str, attempt: str, pipe: str, index: str) -> int:
     heartbeat = HeartbeatWriter(int(pipe))
 
     def work() -> None:
-        if stop.number is None:
-            with suppress(Interrupted), stop.interrupt_immediately():
-                _serve(folder, int(attempt), int(index))
+        with suppress(Interrupted), stop.interrupt_immediately():
+            _serve(folder, int(attempt), int(index))
 
     return run_and_report(heartbeat, folder, work)
 

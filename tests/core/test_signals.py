@@ -46,15 +46,21 @@ def test_where_nothing_can_be_saved_it_ends_at_once(stop: StopSignal, number: in
     assert caught.value.exit_code == code and reached == []
 
 
-def test_it_is_obeyed_also_where_a_library_swallows_it_or_where_it_came_before(stop: StopSignal) -> None:
+def test_it_is_obeyed_also_where_a_library_swallows_it(stop: StopSignal) -> None:
     with pytest.raises(Interrupted), stop.interrupt_immediately():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except BaseException:
             done = True
     assert done
-    with pytest.raises(Interrupted), stop.interrupt_immediately():
-        pass
+
+
+def test_after_a_signal_the_block_is_not_entered(stop: StopSignal) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    entered = []
+    with pytest.raises(Interrupted, match="SIGTERM before the first step ended"), stop.interrupt_immediately():
+        entered.append("a build of minutes")
+    assert entered == []
 
 
 def test_the_exit_code_is_kept_where_a_signal_comes_while_a_string_is_executed(tmp_path: Path) -> None:

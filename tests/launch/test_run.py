@@ -176,7 +176,7 @@ def test_a_signal_during_the_build_is_obeyed_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", IMPORTS_SLOWLY, *JUDGED]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     log, deadline = tmp_path / "outputs/latest/run.log", time.monotonic() + DEADLINE_S
-    while not log.exists() and time.monotonic() < deadline:  # its first line comes after the handler, before torch
+    while not (log.exists() and log.read_text()) and time.monotonic() < deadline:  # the first line: handled, no torch
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
     printed = process.communicate(timeout=100)[0].decode()
