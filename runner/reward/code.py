@@ -63,6 +63,7 @@ FIRST_FREE_USER = 1 << 30  # of user numbers: far above those of people and of c
 KNOWN_TESTS = 4096  # texts of which it is remembered whether they pass without code
 SERVICE_MARGIN_S = 30.0  # for a service to queue a run, beside the run itself
 UNBOUNDED = ("memfd_create", "memfd_secret", "shmget")  # calls that make memory which no limit counts
+TRIAL_S = 60.0  # for a sandbox to start on a busy machine, whatever the limit of the code
 WATCH_S = 0.05  # between two looks at the folder of a run
 MOST_FILES = 10_000  # in it
 LANDLOCK = Path(__file__).with_name("landlock_sandbox.py")
@@ -278,11 +279,14 @@ def run_in_service(config: CodeConfig, code: str, stdin: str) -> RunResult:
 
 
 def sandbox_problem(run: Sandbox, config: CodeConfig) -> str | None:
-    """Why code cannot be run in a sandbox here; None if it can. Tries it."""
+    """Why code cannot be run in a sandbox here; None if it can. Tries it, for at least TRIAL_S."""
+    patient = config.model_copy(update={"timeout_s": max(config.timeout_s, TRIAL_S)})
     try:
-        result = run(config, "print(6 * 7)", "")
+        result = run(patient, "print(6 * 7)", "")
     except (SandboxError, OSError) as error:
         return str(error)
+    if result.exit_code is None:
+        return f"a sandbox starts, but Python does not end in it within {patient.timeout_s:g} s"
     return None if result.stdout.strip() == "42" else "a sandbox starts, but Python does not work in it"
 
 

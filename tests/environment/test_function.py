@@ -140,7 +140,7 @@ def play(tmp_path: Path) -> Iterator[Play]:
         (tmp_path / "shop.py").write_text(source)
         config, decide = options.pop("config", None), decide or Decisions()
         config = config or FunctionEnvironmentConfig(
-            path=f"{tmp_path}/shop.py:{target}", **{"lockstep": True} | options
+            path=f"{tmp_path}/shop.py:{target}", **{"lockstep": True, "timeout_s": 200.0} | options
         )
         spec = demo().model_copy(update={"environment": config})
         builders.append(EnvironmentBuilder(TOKENIZER, decide, tmp_path))
@@ -480,23 +480,40 @@ def test_the_frames_of_the_sandbox_are_not_shown() -> None:
     assert describe(RunResult(1, "x\n", first + own + rest)) == f"x\n{first}{rest}exit code 1"
 
 
+def code_tools(folder: Path, timeout_s: float) -> FunctionEnvironmentConfig:
+    """environment=code_tools, whose programs have this time."""
+    config = compose_job(["+recipe=grpo_demo", "environment=code_tools"]).spec.environment
+    assert isinstance(config, FunctionEnvironmentConfig) and config.path == "recipe:code_tools.py:CodeTools"
+    source = (ROOT / "recipes" / "code_tools.py").read_text()
+    changed = folder / "tools.py"
+    changed.write_text(source.replace("CodeConfig()", f"CodeConfig(timeout_s={timeout_s})"))
+    options = {"path": f"{changed}:CodeTools", "timeout_s": 250.0, "lockstep": True}
+    return config.model_copy(update=options)
+
+
 @NEEDS_SANDBOX
-def test_python_and_bash_run_in_the_sandbox(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_hangs_in_the_sandbox_is_a_failed_call(play: Play, tmp_path: Path) -> None:
+    lines = [call("python", code="import time; time.sleep(1000)"), "done"]
+    [group], _, _ = play("", lines, config=code_tools(tmp_path, 1.0))
+    [sample] = group.samples
+    [result] = [message["content"] for message in sample.history if message["role"] == "tool"]
+    assert result.startswith("error: ended by a limit of the sandbox (1 s)") and sample.counts["tool_errors"] == 1
+
+
+@NEEDS_SANDBOX
+def test_python_and_bash_run_in_the_sandbox(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "canary-7f")
     monkeypatch.setattr(Lines, "max_new_tokens", 2048)
-    config = compose_job(["+recipe=grpo_demo", "environment=code_tools"]).spec.environment
     turn = [
         call("python", code="print(6 * 7)"),
         call("python", code="print('x', end='')\nraise ValueError('no')"),
         call("bash", command="echo $((1 + 2)) > f; cat f | tr 3 4; cat /etc/shadow; exit 3"),
         call("python", code=SECRETS),
-        call("python", code="import time; time.sleep(60)"),
         call("python", code="x = bytearray(1 << 32)"),
         call("bash", command="cat f"),
     ]
     lines = ["".join(turn[:4]), "".join(turn[4:]), "done"]
-    options = {"timeout_s": 100.0, "lockstep": True}
-    [group], _, _ = play("", lines, config=config.model_copy(update=options))
+    [group], _, _ = play("", lines, config=code_tools(tmp_path, 60.0))
     [sample] = group.samples
     results = [message["content"] for message in sample.history if message["role"] == "tool"]
     assert results[0] == "42"
@@ -506,9 +523,8 @@ def test_python_and_bash_run_in_the_sandbox(play: Play, monkeypatch: pytest.Monk
     )
     assert results[2].startswith("4\n") and results[2].endswith("exit code 3") and "/etc/shadow" in results[2]
     assert results[3] == "0\nrefused\nrefused"
-    assert results[4].startswith("error: ended by a limit of the sandbox (10 s)")
-    assert "MemoryError" in results[5] and "No such file" in results[6]
-    assert sample.counts["tool_errors"] == 1
+    assert "MemoryError" in results[4] and "No such file" in results[5]
+    assert sample.counts.get("tool_errors", 0) == 0
 
 
 def test_too_many_failures_in_a_row_end_the_run(play: Play) -> None:
