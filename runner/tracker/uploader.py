@@ -203,8 +203,11 @@ class UploadTracker:
             self._process.stdin.close()
         os.close(self._report)
         reported = self._events.get("open", {}).get("processes", [])
-        alive = [psutil.Process(pid) for pid, started in reported if processes.process_identity(pid) == (pid, started)]
-        processes.kill([*below, *alive])
+        for pid, started in reported:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ends between the two lines
+                child = psutil.Process(pid)
+                below += [child] if processes.process_identity(pid) == (pid, started) else []
+        processes.kill(below)
         self._process = None
 
     def _give_up(self, reason: str) -> None:
