@@ -39,12 +39,15 @@ def cache_lock(path: Path) -> Iterator[None]:
     with storage_errors(f"cannot write the token cache {path}", remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(lock_path(path)) as lock:
-            waits = Timer(WAIT_S, log.info, ("waiting for another process, which writes %s", path))
-            waits.start()
             try:
-                lock.acquire(wait=True)
-            finally:
-                waits.cancel()
+                lock.acquire()
+            except BlockingIOError:
+                waits = Timer(WAIT_S, log.info, ("waiting for another process, which writes %s", path))
+                waits.start()
+                try:
+                    lock.acquire(wait=True)
+                finally:
+                    waits.cancel()
             yield
 
 

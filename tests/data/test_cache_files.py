@@ -52,7 +52,10 @@ def test_a_file_is_read_once_by_all_ranks_and_again_when_it_changed(
     assert file_digest(path, notes) == hashlib.sha256(b"two").hexdigest() and len(read) == 2
 
 
-def test_a_note_of_a_file_that_may_still_change_is_not_kept(tmp_path: Path, read: list[Path]) -> None:
+def test_a_note_of_a_file_that_may_still_change_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[Path]
+) -> None:
+    monkeypatch.setattr(cache_files, "SETTLED_S", 600.0)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"one")
     assert [file_digest(path, tmp_path / "notes") for _ in range(2)] == [hashlib.sha256(b"one").hexdigest()] * 2
@@ -72,6 +75,17 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, read: list[P
     path.write_bytes(b"one")
     with pytest.raises(StorageError, match="RUNNER_CACHE"):
         file_digest(path, path / "notes")
+
+
+def test_a_free_lock_is_no_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache_files, "WAIT_S", 0.0)
+    caplog.set_level(logging.INFO, "runner")
+    for _ in range(50):
+        with cache_lock(tmp_path / "rows"):
+            pass
+    assert caplog.messages == []
 
 
 def test_a_long_wait_for_another_process_is_said(
