@@ -229,7 +229,7 @@ def forwarded_env(environment: Mapping[str, str]) -> dict[str, str]:
 
 PR_SET_CHILD_SUBREAPER = 36
 TICK_S = 0.1
-SETTLE_S = 5.0  # for processes that clean up after others
+SETTLE_S = 60.0  # for processes that clean up after others
 
 
 def main(module: str, asked: str) -> int:
