@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -69,7 +70,8 @@ class Command:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(self.pid, number)
 
     def release(self) -> None:
         """Let it continue after `hold_at`."""

@@ -165,7 +165,15 @@ def test_devices_that_a_driver_drops_silently_are_refused(
             refuse_hidden(NPU, count)
 
 
-def test_a_run_records_it_and_can_leave_it(workdir: Path) -> None:
+def test_a_run_records_it_and_can_leave_it(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = DeviceStats.on_start
+
+    def start_and_wait(stats: DeviceStats, step: int) -> None:
+        start(stats, step)
+        while stats._readings and not stats._newest:
+            time.sleep(0.01)  # a busy machine ends three small steps before the first reading
+
+    monkeypatch.setattr(DeviceStats, "on_start", start_and_wait)
     small = [
         "steps=3",
         "tracker=none",

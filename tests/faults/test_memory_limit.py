@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Command, run
+from tests.command import TIMEOUT_S, Command, run
 from tests.small import UNJUDGED
 
 GROUPS = Path("/sys/fs/cgroup/memory")  # version 1
@@ -41,7 +41,7 @@ def test_the_command_after_a_killed_run_says_so(tmp_path: Path) -> None:
     # A save in the background may find the job at its next step.
     words = (*SMALL, "steps=3", "checkpoint.asynchronous=false")
     killed = Command(*words, cwd=tmp_path, printed=printed, RUNNER_FAILPOINT="checkpoint.before_rename:kill")
-    assert killed.wait(60) == -9 and killed.said().endswith("\n")
+    assert killed.wait(TIMEOUT_S) == -9 and killed.said().endswith("\n")
     folder = os.path.relpath((tmp_path / "outputs/latest").resolve(), tmp_path)
     note = f"note: {folder} was killed at step 1 of 3: by kill -9, or by the kernel for memory"
     assert note in run(*words, cwd=tmp_path)

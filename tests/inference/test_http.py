@@ -82,10 +82,10 @@ def test_a_body_above_the_limit_is_refused_whether_its_length_is_declared_or_not
 
 
 def test_a_slow_client_is_disconnected_and_others_are_answered() -> None:
-    with serving(HttpLimits(header_timeout_s=0.3)) as port:
+    with serving(HttpLimits(header_timeout_s=2.0)) as port:
         assert raw(port, HEAD) == b"", "headers that never end"
         assert ask(port, "POST", "/size", b"abc") == (200, b"3")
-    with serving(HttpLimits(idle_timeout_s=0.3)) as port:
+    with serving(HttpLimits(idle_timeout_s=2.0)) as port:
         body = HEAD + CLOSE + KEY + b"Content-Length: 9\r\n\r\nabc"
         assert raw(port, body).startswith(b"HTTP/1.1 408"), "a body that never ends"
         assert ask(port, "POST", "/size", b"abc") == (200, b"3")
@@ -103,7 +103,7 @@ def test_a_slow_client_is_disconnected_and_others_are_answered() -> None:
 def test_an_answer_that_is_sent_before_the_body_was_read_arrives_whole(headers: bytes, status: bytes) -> None:
     """At a client that sends all it has before it reads."""
     with (
-        serving(HttpLimits()) as port,
+        serving(HttpLimits(drain_s=200.0)) as port,
         socket.create_connection(("127.0.0.1", port), timeout=30) as connection,
     ):
         connection.sendall(HEAD + headers + b"\r\n")

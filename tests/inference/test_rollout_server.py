@@ -137,7 +137,7 @@ def test_a_long_draw_is_heard_of_as_soon_as_it_ends(tmp_path: Path, shelf: Any) 
         until(begun.exists)
         time.sleep(2.5)  # more than a beat
         gate.unlink()
-        asking.join(15)
+        asking.join(100)
         assert found == [drawn(1)]
 
 
@@ -145,7 +145,7 @@ def test_a_sampler_leaves_nothing_at_sigterm(tmp_path: Path) -> None:
     with samplers(tmp_path) as started:
         endpoint = started[0].endpoint()
         started[0].send(signal.SIGTERM)
-        started[0].process.join(30)
+        started[0].process.join(200)
         assert started[0].process.exitcode == 0
     assert not endpoint_path(tmp_path, 0).exists()
     with pytest.raises(ConnectionRefusedError):
@@ -159,7 +159,7 @@ def test_the_endpoint_file_of_a_successor_stays(tmp_path: Path) -> None:
         started.append(started[0].again())
         until(lambda: Endpoint.read(endpoint_path(tmp_path, 0)) != endpoint)
         started[0].send(signal.SIGTERM)
-        started[0].process.join(30)
+        started[0].process.join(200)
         assert Endpoint.read(endpoint_path(tmp_path, 0)).pid == started[1].process.pid
 
 

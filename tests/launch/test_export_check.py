@@ -219,7 +219,7 @@ def test_a_hub_that_cannot_be_reached_leaves_the_export(
 ) -> None:
     words = ["export", str(folders / "a"), "--merge", "--out", str(tmp_path / "merged"), "device=cpu"]
     begun = time.monotonic()
-    assert main([*words, "--push", "hub:owner/name"]) == 2 and time.monotonic() - begun < 60
+    assert main([*words, "--push", "hub:owner/name"]) == 2 and time.monotonic() - begun < 250
     assert (
         f"complete in {tmp_path / 'merged'}" in capsys.readouterr().err
         and (tmp_path / "merged" / "config.json").exists()

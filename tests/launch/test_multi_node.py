@@ -33,7 +33,7 @@ LOSS = ExitCause(WAITED, "rank 2 of 4 lost another rank", 75)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter waits; and no signal handlers, which only a main thread may install."""
     monkeypatch.setattr(module, "RETRY_S", 0.02)
-    monkeypatch.setattr(module, "CAUSE_S", 0.5)
+    monkeypatch.setattr(module, "CAUSE_S", 100.0)
     monkeypatch.setattr(StopSignal, "handle_signals", lambda self: nullcontext())
 
 
@@ -74,7 +74,7 @@ class Machine(threading.Thread):
 
 def ended(*machines: Machine) -> list[Any]:
     for machine in machines:
-        machine.join(20)
+        machine.join(200)
         assert not machine.is_alive()
     return [machine.found for machine in machines]
 
@@ -110,13 +110,13 @@ def test_a_number_that_is_taken_is_refused(tmp_path: Path, port: int) -> None:
     [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\n", b"[1]\n", b"[" * 10**5 + b"\n", b"", b'{"hello": 1}\n'],
 )
 def test_who_connects_and_is_no_machine_is_left_aside(tmp_path: Path, port: int, said: bytes) -> None:
-    spec = spec_of(0, port, "parallelism.timeout_s=10")
+    spec = spec_of(0, port, "parallelism.timeout_s=200")
     first = Machine(spec, tmp_path)
     with module._connect(spec) as stray, module._connect(spec) as scan:
         scan.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         scan.close()  # with a reset
         stray.sendall(said)
-        second = Machine(spec_of(1, port, "parallelism.timeout_s=10"), tmp_path)
+        second = Machine(spec_of(1, port, "parallelism.timeout_s=200"), tmp_path)
         assert ended(first, second)[0][0] == "127.0.0.1" and second.found == first.found
 
 
@@ -137,8 +137,8 @@ def test_what_never_ends_is_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_machine_that_is_typed_again_has_its_number_back(tmp_path: Path, port: int) -> None:
-    spec = spec_of(1, port, "parallelism.timeout_s=10", nodes=3)
-    first = Machine(spec_of(0, port, "parallelism.timeout_s=10", nodes=3), tmp_path)
+    spec = spec_of(1, port, "parallelism.timeout_s=200", nodes=3)
+    first = Machine(spec_of(0, port, "parallelism.timeout_s=200", nodes=3), tmp_path)
     interrupted, twin = (NodeConnection(module._connect(spec), "machine 0") for _ in range(2))
     for line in (interrupted, twin):
         line.send({"hello": [1, "host", spec.model_dump(mode="json")]})
@@ -148,7 +148,7 @@ def test_a_machine_that_is_typed_again_has_its_number_back(tmp_path: Path, port:
     interrupted.socket.close()
     twin.socket.close()
     again = Machine(spec, tmp_path)
-    third = Machine(spec_of(2, port, "parallelism.timeout_s=10", nodes=3), tmp_path)
+    third = Machine(spec_of(2, port, "parallelism.timeout_s=200", nodes=3), tmp_path)
     stores = ended(first, again, third)
     assert all(tuple(store) == stores[0] for store in stores), stores
 

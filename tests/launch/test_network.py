@@ -39,7 +39,7 @@ def may() -> bool:
     words = ["unshare", "--net", IP, "link", "add", "x0", "type", "veth", "peer", "name", "x1"]
     try:
         return subprocess.run(words, capture_output=True, timeout=30).returncode == 0
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return False
 
 

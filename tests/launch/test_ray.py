@@ -212,7 +212,7 @@ def begun(asked: str | None, folder: Path) -> ActorProcess:
 
 def heard(child: ActorProcess, heartbeat: HeartbeatReader) -> int:
     """Hear it to its end."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 200
     while time.monotonic() < end:
         said = child.receive(0.5)
         assert len(said["pipe"]) <= CHUNK
@@ -227,13 +227,14 @@ def heard(child: ActorProcess, heartbeat: HeartbeatReader) -> int:
 def test_an_actor_tells_all_that_its_process_said_and_how_it_ended(asked: str | None, code: int, toys: Path) -> None:
     heartbeat = HeartbeatReader()
     assert heard(begun(asked, toys), heartbeat) == code
-    assert heartbeat.begun and (heartbeat.report is not None) == (asked == "data")
+    assert heartbeat.begun or asked in {"kill", "wordless"}, "these may end before their first beat"
+    assert (heartbeat.report is not None) == (asked == "data")
     assert heartbeat.report is None or heartbeat.report.message == "rank 0 of 2: line 7 is no JSON"
 
 
 def test_what_an_actor_kills_is_gone(toys: Path) -> None:
     child = begun("long", toys)
-    said, end = toys / "ranks" / "0.said", time.monotonic() + 30
+    said, end = toys / "ranks" / "0.said", time.monotonic() + 200
     while not (said.exists() and said.read_text()):
         assert child.receive(0.1)["code"] is None and time.monotonic() < end
     pid = json.loads(said.read_text())["pid"]
@@ -257,7 +258,7 @@ def test_an_actor_that_cannot_start_its_process_says_why(
     monkeypatch.setattr(place, lacking, refuse)
     heartbeat, child = HeartbeatReader(), begun("long", toys)
     assert heard(child, heartbeat) == 1
-    assert child._member is None or child._member.process.wait(10) == -signal.SIGKILL
+    assert child._member is None or child._member.process.wait(200) == -signal.SIGKILL
     assert heartbeat.report is not None and "OSError: [Errno 24] Too many open files" in heartbeat.report.message
     assert heartbeat.report.message.startswith(f"rank 0 of 2, on {socket.gethostname()}: ")
 

@@ -161,7 +161,7 @@ def test_each_sampler_sees_the_cards_after_those_of_the_ranks(
     assert [lives(tmp_path, index)[0]["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["GPU-1a", "5"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(device_kinds.glob, "glob", lambda _: [f"/dev/nvidia{number}" for number in (7, 9, 11)])
-    run("device=cuda")
+    run("device=cuda", rank="until 4")
     assert [lives(tmp_path, index)[1]["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["1", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
     with pytest.raises(EnvironmentProblem, match=r"need 3 devices, but this machine has 2 \(7, 5\)"):

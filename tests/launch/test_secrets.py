@@ -57,7 +57,7 @@ def secret_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_file_of_a_run_has_a_secret(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_reward()
-    assert main([*GRPO, TAGS, f"tracker.display_name='{SHAPED[0]}'"]) == 0
+    assert main([*GRPO, TAGS, "tracker.deadline_s=200", f"tracker.display_name='{SHAPED[0]}'"]) == 0
     assert NOTE in capsys.readouterr().err
     assert list(Path("outputs").rglob("*.wandb")) and list(Path("outputs").rglob("reward.log"))
     assert leaks("outputs") == []

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
 
 
 def ranks(size: int, work: Callable[..., Any], *arguments: Any, join: bool = True) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from runner.distributed.gradient_sums import buckets_by_dtype, sum_gradients
 from runner.parallelism.config import DdpConfig, PpConfig
 from runner.parallelism.parallel_context import ParallelContext, build
 from runner.parallelism.process_groups import ProcessGroupCollectives
-from tests.parallelism.forked import ranks
+from tests.parallelism.forked import TIMEOUT_S, ranks
 from tests.parallelism.worlds import device, on_ranks
 from tests.ports import free_port
 
@@ -96,14 +97,20 @@ def test_a_gradient_that_one_rank_lacks_counts_as_zero_and_one_that_all_lack_sta
     assert on_ranks(2, gradients) == [[[3.0, 3.0], [2.0, 2.0], None]] * 2
 
 
-def late(rank: int) -> str:
-    peers = ProcessGroupCollectives(torch.distributed.new_group(backend="gloo", timeout=_seconds(1)), 1.0)
+def late(rank: int, failed: Path) -> str:
+    """Rank 1 does not come until rank 0 has given up."""
+    group = torch.distributed.new_group(backend="gloo", timeout=_seconds(TIMEOUT_S))
     if rank == 1:
-        time.sleep(2.5)
+        while not failed.exists():
+            time.sleep(0.01)
+        return "nothing"
+    distributed.distributed_c10d._set_pg_timeout(_seconds(1), group)
     try:
-        peers.all_gather(rank)
+        ProcessGroupCollectives(group, 1.0).all_gather(rank)
     except (DeadlineExceeded, RankLost) as error:
         return str(error)
+    finally:
+        failed.touch()
     return "nothing"
 
 
@@ -113,14 +120,14 @@ def _seconds(number: float) -> Any:
     return timedelta(seconds=number)
 
 
-def test_a_rank_that_does_not_come_is_an_error_that_says_how_long_was_waited() -> None:
-    said = ranks(2, late)[0]
+def test_a_rank_that_does_not_come_is_an_error_that_says_how_long_was_waited(tmp_path: Path) -> None:
+    said = ranks(2, late, tmp_path / "failed")[0]
     assert "rank 0 of 2, gathering: another rank exited, or did not arrive within parallelism.timeout_s=1" in said
 
 
 def met(rank: int, port: int) -> int:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    world = build(DdpConfig(timeout_s=20), device=device(), place=RankInfo(rank, 2, rank, 2))
+    world = build(DdpConfig(timeout_s=TIMEOUT_S), device=device(), place=RankInfo(rank, 2, rank, 2))
     found = sum(world.peers.all_gather(rank + 1))
     world.close()
     return found
@@ -139,7 +146,9 @@ def warm(rank: int, port: int) -> tuple[int, int]:
         return add(tensor, group=group, **options)
 
     distributed.all_reduce = noting
-    world = build(PpConfig(pp=2, dp_replicate=2, tp=1, timeout_s=20), device=device(), place=RankInfo(rank, 4, rank, 4))
+    world = build(
+        PpConfig(pp=2, dp_replicate=2, tp=1, timeout_s=TIMEOUT_S), device=device(), place=RankInfo(rank, 4, rank, 4)
+    )
     assert world.groups is not None
     every = set(world.groups.by_name.values())
     world.close()

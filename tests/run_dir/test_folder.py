@@ -329,7 +329,7 @@ def test_the_heartbeat_of_another_machine_counts_for_a_minute(
     with hold_lock(folder):
         assert not beat.read_text().startswith("elsewhere")
         os.utime(beat, (1, 1))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 100
         while beat.stat().st_mtime < 2:
             assert time.monotonic() < deadline, "nothing touches the file"
 

@@ -185,7 +185,7 @@ def test_killed_at_any_moment_it_ends_as_the_rollouts_of_its_journal_say(tmp_pat
     while not (root / "done").exists():
         process = context.Process(target=attempt, args=(root, lag, archive, kills >= 2))
         process.start()
-        process.join(dice.uniform(0.01, 0.1 + 0.03 * kills))
+        process.join(dice.uniform(0.01, 0.1 + 0.03 * 1.1**kills))
         kills += process.is_alive()
         process.kill()
         process.join()

@@ -38,7 +38,7 @@ def attempt(where: Path, program: str, **others: object) -> JobAttempt:
         "place": str(where),
         "run": str(where / "000"),
     }
-    return JobAttempt(**{**known, "again": (), **paths, "grace_s": 5.0, **others})  # type: ignore[arg-type]
+    return JobAttempt(**{**known, "again": (), **paths, "grace_s": 300.0, **others})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_a_status_tells_what_the_notes_tell(tmp_path: Path, capsys: pytest.Captu
         began = JobStatus(f"t{index}", "node7", 1, time.time() - 60, ("3",))
         if index < 3:
             began.write_end(path, -9) if index == 0 else began.write(path)
-    os.utime(folder.note(2), (0.0, time.time() - 600))
+    os.utime(folder.note(2), (0.0, time.time() - 864_030))
     folder.run(4).status.unlink()
     here = {"on": "local", "token": "t4", "note": str(folder.note(4))}
     record.update(4, state="waiting", identity=here)  # its sweep died as it started it
@@ -166,5 +166,5 @@ def test_a_status_tells_what_the_notes_tell(tmp_path: Path, capsys: pytest.Captu
     said = capsys.readouterr().out
     assert "1 waiting, 2 running, 1 killed, 1 interrupted; not running" in said
     assert "runs     job 1  on node7, its sweep stopped" in said
-    assert "runs     job 2  on node7, no heartbeat for 10:00" in said
+    assert "runs     job 2  on node7, no heartbeat for 10d 00:00" in said
     assert "waiting  job 3  was submitted and has not started" in said

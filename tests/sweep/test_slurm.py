@@ -127,7 +127,7 @@ def test_one_that_fails_stops_no_other(
     assert (errors[7], errors[8]) == ("killed by SIGKILL", "exit code 3: giving up")
     assert "not finished after 1 s" in errors[9]
     assert "4 of 12 jobs failed" in capfd.readouterr().err
-    assert at_once(folder, 12) == 2
+    assert at_once(folder, 12) <= 2
     assert len(list((folder.root / "slurm").glob("*_submission.sh"))) == 1, "one array"
 
 

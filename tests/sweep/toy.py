@@ -49,7 +49,7 @@ raise ValueError("no such number")
 """,
     "exits": "print('giving up'); sys.exit(3)",
     "dies": "os.kill(os.getpid(), signal.SIGKILL)",
-    "hangs": "signal.signal(signal.SIGTERM, signal.SIG_IGN); note(1); time.sleep(600)",
+    "hangs": "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]; note(1); time.sleep(600)",
     "saves": """
 signal.signal(signal.SIGTERM, lambda *_: (note(9), sys.exit(143)))
 signal.signal(signal.SIGINT, lambda *_: (note(9), sys.exit(130)))

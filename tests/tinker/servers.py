@@ -85,13 +85,13 @@ def running(folder: Path, *words: str) -> Iterator[tuple[str, Records, BuiltServ
 
     thread = threading.Thread(target=lead, args=(spec, built, records, say, stop), daemon=True)
     thread.start()
-    assert ready.wait(60)
+    assert ready.wait(250)
     try:
         records.said, records.stop = said, stop
         yield said[-1].split("TINKER_BASE_URL=")[1].split()[0], records, built
     finally:
         stop.number = signal.SIGTERM
-        thread.join(60)
+        thread.join(250)
 
 
 class Client:
@@ -99,7 +99,7 @@ class Client:
 
     def __init__(self, url: str, key: str = "tml-one") -> None:
         self.http = httpx.Client(
-            base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=60, limits=NO_REUSE, verify=False
+            base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=250, limits=NO_REUSE, verify=False
         )
 
     def post(self, path: str, body: Mapping[str, Any], status: int = 200) -> Any:

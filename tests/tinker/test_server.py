@@ -338,11 +338,11 @@ def test_a_pending_future_is_held(client: Client, monkeypatch: pytest.MonkeyPatc
     begin = time.monotonic()
     answer = client.http.post("retrieve_future", json=started)
     assert answer.status_code == 408 and answer.json()["type"] == "try_again" and time.monotonic() - begin >= 0.5
-    monkeypatch.setattr("runner.tinker.training_routes.HOLD_S", 50.0)
+    monkeypatch.setattr("runner.tinker.training_routes.HOLD_S", 200.0)
     when_held(monkeypatch, started, lambda: client.begin_step(model_id, 1))
     begin = time.monotonic()
     assert client.http.post("retrieve_future", json=started).status_code == 200
-    assert time.monotonic() - begin < 30, "an event wakes it"
+    assert time.monotonic() - begin < 150, "an event wakes it"
 
 
 def test_a_slow_client_holds_nobody(server: Server, client: Client) -> None:

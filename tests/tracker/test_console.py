@@ -23,8 +23,9 @@ VALUES = {"train/loss": 0.25, "train/lr": 1e-3, "perf/tokens_per_s": 12345.0, "p
 SHOW = """
 import sys, time
 from pathlib import Path
-from runner.tracker.console import Console
-console = Console(Path(sys.argv[1]))
+from runner.tracker import console as module
+module.LINE_EVERY_S = 1e9  # a busy machine takes longer than that between two steps
+console = module.Console(Path(sys.argv[1]))
 console.message("hello")
 console.start({"name": "toy", "device": "cpu", "seed": 0, "folder": "outputs/x"}, 40)
 durations_s = []

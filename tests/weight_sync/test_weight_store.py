@@ -235,7 +235,7 @@ def test_the_next_run_removes_what_a_killed_process_left(
     process = context.Process(target=publish_until_killed, args=(tmp_path / "run", memory, written))
     process.start()
     try:
-        assert written.wait(30)
+        assert written.wait(300)
         other = reserve_dir(tmp_path / "other", 0, memory)  # the run is alive: nothing of it is touched
         assert store_dirs(tmp_path / "run", memory)[0].is_dir() and not caplog.text
     finally:

@@ -60,7 +60,7 @@ def whole(policy: Any) -> Any:
 
 
 def made(url: str, own: Path, policy: Any = None, recomputed: bool = False, **options: Any) -> OpenAiSampler:
-    defaults = {"max_num_seqs": 4, "max_new_tokens": 16, "retries": 3, "timeout_s": 20.0}
+    defaults = {"max_num_seqs": 4, "max_new_tokens": 16, "retries": 3, "timeout_s": 200.0}
     config = ServerSamplerConfig(url=url, **defaults | options)
     own.mkdir(parents=True, exist_ok=True)
     return build(config, model=policy or causal("qwen3"), decide=Decisions(), folder=own, recomputed=recomputed)

@@ -48,7 +48,7 @@ def run(broken: Path, cwd: Path, *words: str, program: tuple[str, ...] = ("-m", 
         env={**os.environ, "PYTHONPATH": str(broken), **more},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
 
 

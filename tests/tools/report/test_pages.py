@@ -247,7 +247,7 @@ def in_a_browser(page: Path, theme: str, home: Path) -> list[dict[str, str | Non
         [BROWSER, *options, f"--blink-settings=preferredColorScheme={theme}", "--dump-dom", page.as_uri()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         env={"PATH": "/usr/bin:/bin", "HOME": str(home)},
     )
     assert "CONSOLE" not in done.stderr, done.stderr
