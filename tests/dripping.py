@@ -33,9 +33,8 @@ class Dripping:
 def dripping(sent: bytes, drop: bytes) -> Iterator[Dripping]:
     """The server; at the end its one connection is over."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        made = Dripping(f"http://127.0.0.1:{listening.getsockname()[1]}")
-
         listening.settimeout(30.0)
+        made = Dripping(f"http://127.0.0.1:{listening.getsockname()[1]}")
 
         def answer() -> None:
             try:

@@ -285,8 +285,6 @@ def sandbox_problem(run: Sandbox, config: CodeConfig) -> str | None:
         result = run(patient, "print(6 * 7)", "")
     except (SandboxError, OSError) as error:
         return str(error)
-    if result.exit_code is None:
-        return f"a sandbox starts, but Python does not end in it within {patient.timeout_s:g} s"
     return None if result.stdout.strip() == "42" else "a sandbox starts, but Python does not work in it"
 
 

@@ -204,9 +204,10 @@ class UploadTracker:
         os.close(self._report)
         reported = self._events.get("open", {}).get("processes", [])
         for pid, started in reported:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ends between the two lines
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
                 child = psutil.Process(pid)
-                below += [child] if processes.process_identity(pid) == (pid, started) else []
+                if processes.process_identity(pid) == (pid, started):
+                    below.append(child)
         processes.kill(below)
         self._process = None
 

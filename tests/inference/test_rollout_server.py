@@ -130,7 +130,7 @@ def test_health_is_answered_while_answers_are_drawn_one_question_at_a_time(tmp_p
 
 def test_a_long_draw_is_heard_of_as_soon_as_it_ends(tmp_path: Path, shelf: Any) -> None:
     gate, begun = tmp_path / "gate", tmp_path / "begun"
-    with samplers(tmp_path, gate=gate, begun=begun), client(tmp_path) as one:
+    with samplers(tmp_path, gate=gate, begun=begun), client(tmp_path, silence_s=600) as one:
         one.load_weights(shelf.get(1), 1)
         gate.touch()
         asking, found = in_background(lambda: one.sample(REQUESTS))

@@ -24,7 +24,7 @@ SHOW = """
 import sys, time
 from pathlib import Path
 from runner.tracker import console as module
-module.LINE_EVERY_S = 1e9  # a busy machine takes longer than that between two steps
+module.LINE_EVERY_S = 1e9  # no line because time has passed: a busy machine takes 5 s for a step
 console = module.Console(Path(sys.argv[1]))
 console.message("hello")
 console.start({"name": "toy", "device": "cpu", "seed": 0, "folder": "outputs/x"}, 40)
