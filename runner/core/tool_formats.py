@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from runner.core.untrusted_text import shorten
+
 Tools = Sequence[Mapping[str, Any]]  # JSON schemas, as chat templates take them
 Part = Literal["reasoning", "content"]
 
@@ -118,7 +120,7 @@ def _deepseek(text: str, _: Tools) -> list[ToolCall]:
     calls = []
     for name, body, rest in found:
         if rest.strip():
-            raise ValueError(f"text between calls: {rest.strip()[:40]!r}")
+            raise ValueError(f"text between calls: {shorten(rest.strip(), 40)!r}")
         if fenced := re.fullmatch(r"(.*?)\n```json\n(.*?)\n?(?:```)?\s*", body, re.DOTALL):  # V3: the name stands there
             name, body = fenced.groups()
         if name.strip():
@@ -145,7 +147,7 @@ def _glm(text: str, tools: Tools) -> list[ToolCall]:
 def _read_pairs(text: str, pair: str, name: str, tools: Tools) -> dict[str, Any]:
     """The arguments that are written as names and values, typed by the tool's schema."""
     if rest := re.sub(pair, "", text, flags=re.DOTALL).strip():
-        raise ValueError(f"text that is no argument: {rest[:40]!r}")
+        raise ValueError(f"text that is no argument: {shorten(rest, 40)!r}")
     functions = [tool.get("function", tool) for tool in tools]
     schemas = (f.get("parameters", {}).get("properties", {}) for f in functions if f.get("name") == name)
     schema: Mapping[str, Any] = next(schemas, {})

@@ -1,4 +1,4 @@
-"""Bounded parsing of text from outside: JSON, YAML, arithmetic.
+"""Bounded parsing of text from outside: JSON, YAML, arithmetic; and its start or end for a message.
 
 Deep nesting and alias growth end with ValueError. Arithmetic is parsed into a syntax tree and evaluated here, never
 executed: exact fractions of whole numbers, + - * / and brackets. PyYAML is imported when a text needs it.
@@ -15,6 +15,13 @@ from typing import Any
 
 DEEPEST = 100  # levels of mappings and lists inside one another
 MOST_NODES = 100_000  # of a YAML text with expanded aliases
+
+
+def shorten(text: str, most: int, *, end: bool = False) -> str:
+    """The first or, with `end`, the last `most` characters, with … in place of the others."""
+    if len(text) <= most:
+        return text
+    return f"…{text[-most:]}" if end else f"{text[:most]}…"
 
 
 def parse_json(content: str | bytes) -> Any:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from runner.core.untrusted_text import parse_json
+from runner.core.untrusted_text import parse_json, shorten
 from runner.data.examples import Tools, image_parts, join_text_parts
 from runner.data.message_keys import REASONING_KEYS, TRAIN_FLAGS, Message
 
@@ -34,7 +34,7 @@ class Statement:
     text: str
 
     def __str__(self) -> str:
-        text = self.text if len(self.text) <= SHOWN else f"{self.text[:SHOWN]}…"
+        text = shorten(self.text, SHOWN)
         if self.index is None:
             return f"the tool {text!r} of column tools"
         return f"the {self.part} of messages[{self.index}] (role {self.role}): {text!r}"

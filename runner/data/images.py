@@ -18,6 +18,7 @@ from typing import Any
 
 from runner.core.columns import json_type_name
 from runner.core.errors import DataError
+from runner.core.untrusted_text import shorten
 from runner.data.control_tokens import Segment
 from runner.data.examples import RowError, is_messages
 from runner.data.readers import Row
@@ -179,7 +180,7 @@ def _source(value: Any, folder: Path | None) -> str | bytes:
     if colon and rest.startswith("//"):
         save = f"curl -o images/1.png {value}" if scheme.startswith("http") else "the path without file://"
         raise RowError(
-            f"the image {value[:80]} is not fetched; save it beside the data, e.g. {save}, and write its path"
+            f"the image {shorten(value, 80)} is not fetched; save it beside the data, e.g. {save}, and write its path"
         )
     if len(value) > 1000:
         return _decode_base64(value)

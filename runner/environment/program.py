@@ -24,7 +24,7 @@ from typing import Any
 
 from runner.core.http_client import ClientError, failure_reason, request, run_coroutine
 from runner.core.subprocess import POLL_S, READ_BYTES, ChildProcess
-from runner.core.untrusted_text import parse_json
+from runner.core.untrusted_text import parse_json, shorten
 from runner.environment.config import AgentEnvironmentConfig, is_url
 from runner.environment.processes import EpisodeFailure
 from runner.interfaces import EpisodeResult
@@ -61,7 +61,9 @@ def read_result(text: bytes) -> EpisodeResult:
     if score is None:
         return EpisodeResult(None, values)
     if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-        raise EpisodeFailure("wrong result", f"expected a number or null as reward, got {json.dumps(score)[:60]}")
+        raise EpisodeFailure(
+            "wrong result", f"expected a number or null as reward, got {shorten(json.dumps(score), 60)}"
+        )
     return EpisodeResult(float(score), values)
 
 
@@ -164,5 +166,6 @@ async def _post(url: str, body: bytes, check: Check) -> bytes:
     finally:
         task.cancel()
     if status != 200:
-        raise EpisodeFailure(f"status {status}", f"{url}: status {status}: {content[:200].decode(errors='replace')!r}")
+        text = shorten(content.decode(errors="replace"), 200)
+        raise EpisodeFailure(f"status {status}", f"{url}: status {status}: {text!r}")
     return content

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from runner.core.untrusted_text import parse_json, without_nulls
+from runner.core.untrusted_text import parse_json, shorten, without_nulls
 from runner.inference.engine import LogprobsMode, SamplingParams
 
 MAX_CHOICES = 128  # of one prompt
@@ -331,7 +331,6 @@ def _bad_field(error: ValidationError, kind: type[BaseModel]) -> BadRequest:
         text = f"{field} is not supported" + (f"; did you mean {near}?" if near else "; leave it out")
         return BadRequest(text, param=param)
     text = str(first["msg"]).removeprefix("Value error, ")
-    given = f", not {json.dumps(first['input'], default=str)[:60]}" if first["type"] != "value_error" and field else ""
-    if first["type"] == "missing":
-        given = ""
+    shows_value = field and first["type"] not in ("value_error", "missing")
+    given = f", not {shorten(json.dumps(first['input'], default=str), 60)}" if shows_value else ""
     return BadRequest(f"{field}: {text}{given}" if field else text, param=param)

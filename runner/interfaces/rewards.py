@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.columns import column_value, json_type_name, nested_names
 from runner.core.errors import DataError, EnvironmentProblem, RunnerError
+from runner.core.untrusted_text import shorten
 
 if TYPE_CHECKING:
     from runner.interfaces.sampling import Completion
@@ -199,7 +200,8 @@ def require_text(completion: Completion, name: str, option: str) -> str:
     inner = " or ".join(f"reward.{option}={path}" for path in nested_names(name, value))
     raise DataError(
         f"reward.{option}={name}: expected text or a number, found {json_type_name(value)}, in the row of the prompt "
-        f"{completion.prompt.text[-60:]!r}\n  type {inner or f'reward.{option}=NAME, a column of text or numbers'}"
+        f"{shorten(completion.prompt.text, 60, end=True)!r}\n"
+        f"  type {inner or f'reward.{option}=NAME, a column of text or numbers'}"
     )
 
 

@@ -37,6 +37,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from runner.core import fsync_io
 from runner.core.errors import EnvironmentProblem
+from runner.core.untrusted_text import shorten
 from runner.interfaces.rewards import (
     GroupScorer,
     ScoringFailures,
@@ -273,7 +274,7 @@ def run_in_service(config: CodeConfig, code: str, stdin: str) -> RunResult:
         raise SandboxError(str(failure)) from failure
     run = reply.get("run_result") if isinstance(reply, Mapping) else None
     if not isinstance(run, Mapping) or reply.get("status") == "SandboxError":
-        raise SandboxError(f"{url}: the response has no run_result: {str(reply)[:200]}")
+        raise SandboxError(f"{url}: the response has no run_result: {shorten(str(reply), 200)}")
     exit_code = run.get("return_code") if run.get("status") == "Finished" else None
     return RunResult(exit_code, str(run.get("stdout") or ""), str(run.get("stderr") or ""))
 

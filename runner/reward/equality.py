@@ -17,6 +17,8 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from runner.core.untrusted_text import shorten
+
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off: ours kill it
 FORMULA = re.compile(r"(?<!\\)\$\$?(.+?)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 WORD = re.compile(r"(?!(?:and|or)\b)\b[A-Za-z]{2,}")
@@ -56,7 +58,7 @@ def score(answers: Sequence[str], wanted: Sequence[str]) -> list[float]:
 def _score(answer: str, right: str) -> float:
     gold = parse_expected(right)
     if not gold:
-        raise ValueError(f"the correct answer is not a mathematical expression: {right[:80]!r}")
+        raise ValueError(f"the correct answer is not a mathematical expression: {shorten(right, 80)!r}")
     if answer.strip() == right.strip():
         return 1.0
     found = _parse_text(answer.rpartition("</think>")[2])

@@ -14,7 +14,7 @@ from aiohttp import ClientError
 
 from runner.core.errors import EnvironmentProblem
 from runner.core.http_client import AnswerTooLargeError, failure_reason, request, run_coroutine
-from runner.core.untrusted_text import parse_json
+from runner.core.untrusted_text import parse_json, shorten
 from runner.interfaces.rewards import (
     RESERVED_ARGUMENTS,
     Group,
@@ -69,7 +69,7 @@ def post_json(url: str, body: bytes, timeout_s: float) -> Any:
         raise ServiceFailure(f"no response ({type(error).__name__})", f"{url}: {reason}", again=True) from error
     if status != 200:
         again = status == 429 or status >= 500
-        start = content[:200].decode(errors="replace")
+        start = shorten(content.decode(errors="replace"), 200)
         raise ServiceFailure(f"status {status}", f"{url}: status {status}: {start!r}", again)
     try:
         return parse_json(content)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from runner.core.untrusted_text import parse_json
+from runner.core.untrusted_text import parse_json, shorten
 from runner.interfaces.rewards import GroupScorer, ScoringFailures, UnscorableError, require_column, score_each
 from runner.reward.config import IfevalConfig
 
@@ -36,7 +36,7 @@ def build(config: IfevalConfig, **_: Any) -> GroupScorer:
         if not isinstance(names, list) or not isinstance(arguments, list) or len(names) != len(arguments):
             text = "instruction_id_list and kwargs have to be lists of equal length"
             raise UnscorableError(
-                "no lists of instructions", f"{text}, not {str(names)[:80]} and {str(arguments)[:80]}"
+                "no lists of instructions", f"{text}, not {shorten(str(names), 80)} and {shorten(str(arguments), 80)}"
             )
         return float(all([follows(n, completion.text, a or {}) for n, a in zip(names, arguments, strict=True)]))
 
@@ -54,7 +54,7 @@ def follows(instruction: str, text: str, arguments: Arguments) -> bool:
     try:
         return check(text, arguments) and bool(text.strip())
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        given = f"{instruction} cannot be checked with the arguments {str(arguments)[:200]}"
+        given = f"{instruction} cannot be checked with the arguments {shorten(str(arguments), 200)}"
         raise UnscorableError("unusable arguments", f"{given}: {type(error).__name__}: {error}") from error
 
 

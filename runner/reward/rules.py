@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import regex  # type: ignore[import-untyped]  # Python's own `re` cannot be stopped
 
-from runner.core.untrusted_text import NotArithmetic, evaluate
+from runner.core.untrusted_text import NotArithmetic, evaluate, shorten
 from runner.interfaces.rewards import (
     GroupScorer,
     ScoringFailures,
@@ -198,7 +198,7 @@ def expected_number(completion: Completion, name: str) -> Decimal:
     text = require_text(completion, name, "column")
     number = last_number(text) if text.lstrip()[:1] not in STRUCTURES else None
     if number is None:
-        raise UnscorableError("no number in the column", f"column '{name}' has no number but {text[:80]!r}")
+        raise UnscorableError("no number in the column", f"column '{name}' has no number but {shorten(text, 80)!r}")
     return number
 
 
@@ -254,5 +254,5 @@ def _numbers(values: Any, name: str) -> list[int]:
     if isinstance(values, list | tuple) and values and all(type(v) is int for v in values):
         return list(values)
     raise UnscorableError(
-        f"column {name} has no integers", f"column '{name}' has no list of integers but {str(values)[:80]}"
+        f"column {name} has no integers", f"column '{name}' has no list of integers but {shorten(str(values), 80)}"
     )

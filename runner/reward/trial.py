@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from runner.core.errors import DataError
+from runner.core.untrusted_text import shorten
 from runner.interfaces import Completion, Decide, Prompt, Reward
 from runner.interfaces.rewards import GroupScorer, GroupScores, UnscorableError, require_text
 from runner.reward.base import ANSWER, RewardConfig, require_components
@@ -70,8 +71,7 @@ def _warn_of_equal_scores(
 
 
 def _end(completion: Completion) -> str:
-    text = completion.text
-    return repr(text if len(text) <= SHOWN else "…" + text[-SHOWN:])
+    return repr(shorten(completion.text, SHOWN, end=True))
 
 
 def _answer(prompt: Prompt, column: str, tokenizer: Any) -> Completion | None:

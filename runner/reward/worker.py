@@ -18,6 +18,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from runner.core.untrusted_text import shorten
 from runner.user_code.worker import (
     Serve,
     answer,
@@ -124,7 +125,7 @@ def _short_repr(value: Any) -> str:
         text = repr(value)
     except Exception as error:  # the repr of a foreign object may fail; its type is all that is known then
         text = f"an object whose repr raises {type(error).__name__}"
-    return f"{text[:100]} ({type(value).__name__})"
+    return f"{shorten(text, 100)} ({type(value).__name__})"
 
 
 if __name__ == "__main__":

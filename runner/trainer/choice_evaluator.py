@@ -16,6 +16,7 @@ from typing import Any
 from runner.core.columns import column_value
 from runner.core.errors import DataError
 from runner.core.media import without_media
+from runner.core.untrusted_text import shorten
 from runner.interfaces import EvalQuestion, TokenizedExample
 from runner.trainer.evaluation_metrics import with_interval
 from runner.trainer.evaluator import Report, ScoreItems, weighted_logprobs
@@ -87,7 +88,7 @@ def option_row(tokenizer: Any, prompt_ids: Sequence[int], option: str) -> Tokeni
     start = text.rstrip()
     ids, before = (list(tokenizer(one, add_special_tokens=False)["input_ids"]) for one in (text + option, start))
     if len(ids) <= len(before):
-        text = f"the option {option!r} adds no token to the prompt {start[-60:]!r}"
+        text = f"the option {option!r} adds no token to the prompt {shorten(start, 60, end=True)!r}"
         raise DataError(f"{text}; begin options with a space")
     return TokenizedExample(tuple(ids), (0.0,) * len(before) + (1.0,) * (len(ids) - len(before)))
 
@@ -105,7 +106,7 @@ def _accuracy(name: str, chosen: Sequence[int], rights: Sequence[int]) -> dict[s
 def _options(question: EvalQuestion, column: str, key: str) -> list[str]:
     found = column_value(question.columns, column)
     if not isinstance(found, list) or len(found) < 2 or not all(isinstance(one, str) and one for one in found):
-        text = f"the question {question.prompt[:60]!r} has no list of two or more texts in its column {column}"
+        text = f"the question {shorten(question.prompt, 60)!r} has no list of two or more texts in its column {column}"
         raise DataError(f"{key}={column}: {text}; columns: {', '.join(question.columns) or 'none'}")
     return found
 
@@ -118,7 +119,7 @@ def _right_option(question: EvalQuestion, options: Sequence[str], key: str) -> i
         answer = options.index(answer) if answer in options else letter
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(options):
         return answer
-    text = f"the answer of {question.prompt[:60]!r} is {question.answer!r}"
+    text = f"the answer of {shorten(question.prompt, 60)!r} is {question.answer!r}"
     raise DataError(
         f"{key}: {text}; the text, the number from 0 or the letter of one of {len(options)} options is expected"
     )

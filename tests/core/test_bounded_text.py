@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from runner.checkpoint.format import MANIFEST_FILE, DamagedCheckpoint, read_manifest
 from runner.cli.main import main
 from runner.core.errors import CheckpointError, EnvironmentProblem
-from runner.core.untrusted_text import check_yaml, parse_json
+from runner.core.untrusted_text import check_yaml, parse_json, shorten
 from runner.data.conversation import CALL_FORMS, plain_messages
 from runner.model.model_folder import read_header, read_json
 from runner.run_dir.folder import read_mapping
@@ -78,3 +80,13 @@ def test_the_arguments_of_a_call_are_bounded() -> None:
     call = {"function": {"name": "add", "arguments": BRACKETS}}
     [message] = plain_messages([{"role": "assistant", "content": "", "tool_calls": [call]}], (), CALL_FORMS[0])
     assert message["tool_calls"][0]["function"]["arguments"] == BRACKETS
+
+
+@given(st.text(), st.integers(1, 20))
+def test_a_shortened_text_is_whole_or_marked(text: str, most: int) -> None:
+    start, end = shorten(text, most), shorten(text, most, end=True)
+    if len(text) <= most:
+        assert start == end == text
+    else:
+        assert text.startswith(start[:-1]) and text.endswith(end[1:])
+        assert start[-1] == end[0] == "…" and len(start) == len(end) == most + 1

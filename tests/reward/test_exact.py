@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.core.errors import DataError
+from runner.interfaces import Completion, Prompt
+from runner.interfaces.rewards import UnscorableError, require_text
 from runner.reward.config import ExactConfig, MathConfig, NumericConfig, RewardConfig
-from runner.reward.rules import is_equal
+from runner.reward.rules import expected_number, is_equal
 from tests.reward.samples import answer, made, scores
 
 
@@ -69,3 +71,13 @@ def test_a_column_inside_an_object_is_named_with_dots_and_an_object_is_no_text(c
     with pytest.raises(DataError, match="expected text or a number, found true or false"):
         scores(config(), answer("1", answer=True))
     assert "type reward.column=reward_model.ground_truth or reward.column=reward_model.style" in str(raised.value)
+
+
+def test_a_message_marks_what_it_leaves_out_of_a_text() -> None:
+    long = "x" * 100
+    asked = Completion(Prompt((7, 8), long, None, {"answer": {"a": 1}}), (0,), "1", "stop")
+    with pytest.raises(DataError, match=f"the row of the prompt '…{'x' * 60}'"):
+        require_text(asked, "answer", "column")
+    with pytest.raises(UnscorableError) as raised:
+        expected_number(answer("1", answer=long), "answer")
+    assert str(raised.value) == f"column 'answer' has no number but '{'x' * 80}…'"

@@ -22,7 +22,7 @@ from aiohttp import ClientError
 
 from runner.core.errors import SamplerError
 from runner.core.http_client import failure_reason, request
-from runner.core.untrusted_text import parse_json
+from runner.core.untrusted_text import parse_json, shorten
 from runner.interfaces import Request, Rollout
 from runner.interfaces.media import ImageReader
 from runner.run_dir.folder import display_path
@@ -369,7 +369,7 @@ class ServerClient:
         except (OSError, ClientError) as error:
             raise UnansweredError(failure_reason(error)) from error
         if status != 200:
-            raise UnansweredError(f"status {status}: {content[:200].decode(errors='replace').strip()}")
+            raise UnansweredError(f"status {status}: {shorten(content.decode(errors='replace').strip(), 200)}")
         return content
 
 
