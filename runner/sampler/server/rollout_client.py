@@ -98,7 +98,7 @@ class Reply:
             error = header.get("error")
             return cls(HeldWeights(**header["held"]), header, arrays, None if error is None else ServerError(**error))
         except (ValueError, KeyError, TypeError) as error:
-            raise UnansweredError(f"its response cannot be read: {body[:80].strip()!r}") from error
+            raise _unreadable(body) from error
 
 
 class ServerClient:
@@ -146,7 +146,7 @@ class ServerClient:
                     return dict(found)
             except (ValueError, KeyError, TypeError):
                 pass
-            raise UnansweredError(f"its response cannot be read: {content[:80]!r}")
+            raise _unreadable(content)
 
         return (await self._retry(ask, deadline))["max_model_len"]
 
@@ -371,6 +371,10 @@ class ServerClient:
         if status != 200:
             raise UnansweredError(f"status {status}: {shorten(content.decode(errors='replace').strip(), 200)}")
         return content
+
+
+def _unreadable(body: bytes) -> UnansweredError:
+    return UnansweredError(f"its response cannot be read: {shorten(repr(body), 80)}")
 
 
 def _read_scores(rows: Sequence[Sequence[int]], reply: Reply) -> Scores:
